@@ -1,0 +1,170 @@
+"""Tokens to text, one token at a time, and the search for stop strings in that text.
+
+Knows nothing of requests, ids' meaning or sampling. `IncrementalDetokenizer` knows a tokenizer
+only by its `decode`; `StopMatcher` knows no tokens at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# What a decoder shows for bytes that are not (yet) a character.
+REPLACEMENT = "\ufffd"
+
+# With more tokens than this held back, the text is searched for a place to let go of. A character
+# has at most four bytes and a token at least one, so a well-formed text never comes here.
+MAX_HELD = 8
+
+
+class IncrementalDetokenizer:
+    """The text of a growing list of tokens, in pieces that are never taken back.
+
+    A token's text depends on its neighbours: a character's bytes may span tokens, and some
+    decoders put or drop a space between two tokens. So each step decodes a small window twice,
+    without and with the new tokens, and the difference is the new text:
+
+        tokens    0 . . . . prefix_offset . . . read_offset . . . len
+                            |<- shown, decoded ->|<- not shown ->|
+                            |<-   again, as context for these  ->|
+
+    While the window ends in U+FFFD, a character is incomplete and the new tokens are held back.
+    The method is that of `detokenize_incrementally` (vLLM v0.11.0,
+    vllm/transformers_utils/detokenizer_utils.py), which took it from text-generation-inference.
+    Two things differ: only generated tokens are decoded, so that the whole equals
+    `tokenizer.decode(token_ids)`, and bytes that can never become a character are let go of, so
+    that the window stays short and the work linear whatever the tokens are.
+
+    tokenizer: anything with `decode(ids, skip_special_tokens=True) -> str`; None gives no text.
+    """
+
+    def __init__(self, tokenizer: Any):
+        # The Rust tokenizer inside a Hugging Face one decodes alike, about ten times faster, and
+        # without the clean-up of spaces that would change text which was already shown.
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._token_ids: list[int] = []
+        self._prefix_offset = 0
+        self._read_offset = 0
+        self._prefix_text = ""
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text that was returned so far."""
+        return "".join(self._pieces)
+
+    def append(self, token_id: int) -> str:
+        """Take the next token; return the text that became readable, often that of one token.
+
+        "" while a character is incomplete, and for a special token.
+        """
+        if self._tokenizer is None:
+            return ""
+        self._token_ids.append(token_id)
+        text = self._decode(self._prefix_offset, len(self._token_ids))
+        if len(text) <= len(self._prefix_text):
+            return ""
+        if not text.endswith(REPLACEMENT):
+            return self._show(text, len(self._token_ids))
+        if len(self._token_ids) - self._read_offset <= MAX_HELD:
+            return ""
+        return self._show_up_to_clean_cut(text)
+
+    def flush(self) -> str:
+        """Return what is still held back, U+FFFD for an incomplete character. The tokens end."""
+        if self._tokenizer is None:
+            return ""
+        text = self._decode(self._prefix_offset, len(self._token_ids))
+        if len(text) <= len(self._prefix_text):
+            return ""
+        return self._show(text, len(self._token_ids))
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
+
+    def _show(self, text: str, end: int) -> str:
+        """Return the new part of `text`, the window decoded up to `end`; move the window."""
+        new_text = text[len(self._prefix_text) :]
+        self._prefix_offset = self._read_offset
+        self._read_offset = end
+        self._prefix_text = self._decode(self._prefix_offset, end)
+        self._pieces.append(new_text)
+        return new_text
+
+    def _show_up_to_clean_cut(self, text: str) -> str:
+        """Show the held tokens up to the last one where no character is cut in two.
+
+        If a character's bytes lie on both sides of a cut, its halves decode to more U+FFFD apart
+        than together. The incomplete character at the end is at most three bytes, so a clean cut
+        is close to the end.
+        """
+        end = len(self._token_ids)
+        for cut in range(end - 1, self._read_offset, -1):
+            left = self._decode(self._prefix_offset, cut)
+            right = self._decode(cut, end)
+            if right and left + right == text and len(left) > len(self._prefix_text):
+                return self._show(left, cut)
+        return self._show(text, end)
+
+
+class StopMatcher:
+    """Lets text through until it contains a stop string, whichever tokens it comes in.
+
+    Only text that may turn out to be the beginning of a stop string is withheld: the longest
+    suffix that is a proper prefix of one. Of several stop strings, the one that is complete first
+    wins, and of two that end together the longer one; so the outcome does not depend on how the
+    text was cut into pieces. Neither the stop string nor what follows it is let through.
+
+    stops: the stop strings, none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()):
+        if "" in stops:
+            raise ValueError(f"a stop string must not be empty, got {stops!r}")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._withheld = ""
+        self.stopped: str | None = None
+
+    def append(self, text: str, may_stop: bool = True) -> str:
+        """Take the next text; return what may be shown now. "" once a stop string was found.
+
+        may_stop: False lets a stop string pass that is complete within this text; one that is
+            only begun here still counts when it is completed later.
+        """
+        if self.stopped is not None:
+            return ""
+        if not self._stops:
+            return text
+        known = len(self._withheld)
+        text = self._withheld + text
+        if may_stop:
+            found = self._first_stop(text, known)
+            if found is not None:
+                start, self.stopped = found
+                self._withheld = ""
+                return text[:start]
+        held = self._suffix_that_may_begin_a_stop(text)
+        self._withheld = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """Return the withheld text: no more comes, so it does not begin a stop string."""
+        text, self._withheld = self._withheld, ""
+        return text
+
+    def _first_stop(self, text: str, known: int) -> tuple[int, str] | None:
+        """Start and string of the stop that ends first, and after the first `known` characters."""
+        best = None
+        for stop in self._stops:
+            start = text.find(stop, max(0, known - len(stop) + 1))
+            if start >= 0:
+                best = min(best or (len(text) + 1,), (start + len(stop), start, stop))
+        return None if best is None else best[1:]
+
+    def _suffix_that_may_begin_a_stop(self, text: str) -> int:
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            suffix = text[-length:]
+            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stops):
+                return length
+        return 0

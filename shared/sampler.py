@@ -1,0 +1,259 @@
+"""Logits to tokens, for all requests of a step at once.
+
+Knows a request only by its parameters, its token ids and a place to keep its random generator;
+nothing of text, blocks or the model. All arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .outputs import Request, SampledToken
+
+__all__ = ["SampledToken", "Sampler"]
+
+# Enough of the likeliest tokens to hold `top_p` of the mass in most steps. Finding them is much
+# cheaper than sorting a vocabulary; a row whose mass is spread wider is sorted after all.
+NUM_TOP_P_CANDIDATES = 256
+
+
+@dataclass
+class _State:
+    """What the sampler keeps with one request, on the device of the logits.
+
+    generator: of a request with a seed; it moves once per sampled token and never else.
+    prompt_mask: bool [vocab_size], the tokens of the prompt.
+    output_counts: float32 [vocab_size], how often each token was generated.
+    num_counted: how many generated tokens output_counts holds.
+    """
+
+    generator: torch.Generator | None = None
+    prompt_mask: Tensor | None = None
+    output_counts: Tensor | None = None
+    num_counted: int = 0
+
+
+class Sampler:
+    """Chooses one token for each request.
+
+    Follows vLLM's order (v0.11.0, vllm/v1/sample/sampler.py): log-probabilities of the raw
+    logits, mask of min_tokens, penalties, then argmax for greedy rows, and temperature, min_p,
+    top_k, top_p and a draw for the others.
+
+    seed: of the generator that all requests without a seed of their own share; None takes one
+        from the operating system.
+    """
+
+    def __init__(self, seed: int | None = None):
+        self._seed = seed
+        self._shared_generator: torch.Generator | None = None
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, requests: list[Request]) -> list[SampledToken]:
+        """Choose a token for each row.
+
+        logits: [num_requests, vocab_size], any float dtype, left as they are.
+        Raises ValueError if the shapes do not fit, or if the largest logit of a row is not finite
+        after the mask: the row has a NaN, overflowed, or has no token left.
+        """
+        if logits.dim() != 2 or logits.shape[0] != len(requests):
+            raise ValueError(
+                f"logits must be [{len(requests)}, vocab_size] for {len(requests)} requests, "
+                f"got {list(logits.shape)}"
+            )
+        if not requests:
+            return []
+        if all(request.params.is_plain_greedy for request in requests):
+            return [SampledToken(token_id) for token_id in _argmax(logits, requests)]
+
+        # 1. A copy, since the reported log-probabilities are those of the raw logits.
+        scores = logits.to(torch.float32, copy=True)
+        for row, request in enumerate(requests):
+            if len(request.token_ids) < request.params.min_tokens:
+                _mask_stop_tokens(scores[row], request)
+            if request.params.has_penalties:
+                _apply_penalties(scores[row], request)
+
+        # 2. The greedy choice for every row; it is also the check for NaN.
+        token_ids = _argmax(scores, requests)
+
+        # 3. The random choice for the rows that want one.
+        rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+        if rows:
+            random_scores = scores if len(rows) == len(requests) else scores[rows]
+            drawn = self._draw(random_scores, [requests[row] for row in rows])
+            for row, token_id in zip(rows, drawn, strict=True):
+                token_ids[row] = token_id
+
+        # 4. Log-probabilities, where asked for.
+        logprobs = _logprobs(logits, requests, token_ids)
+        return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
+
+    def _draw(self, scores: Tensor, requests: list[Request]) -> list[int]:
+        """Draw from softmax(scores / temperature) after the filters. scores: [n, vocab_size]."""
+        params = [request.params for request in requests]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
+
+        # With the largest score at 0 a tiny temperature can only send scores to -inf, never to
+        # inf or NaN, and a score is the log of the token's ratio to the likeliest one.
+        scores = scores - scores.amax(dim=-1, keepdim=True)
+        scores = scores / column([p.temperature for p in params])
+        if any(p.min_p > 0 for p in params):
+            least = column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params])
+            scores = scores.masked_fill(scores < least, -math.inf)
+        if any(p.top_k > 0 for p in params):
+            scores = _keep_top_k(scores, [p.top_k for p in params])
+        if any(p.top_p < 1 for p in params):
+            rows = [row for row, p in enumerate(params) if p.top_p < 1]
+            top_p = column([params[row].top_p for row in rows])
+            scores[rows] = _keep_top_p(scores[rows], top_p)
+
+        # argmax(score - log(Exp(1))) is a draw from softmax(scores), the Gumbel trick. Each token
+        # of the vocabulary has its own noise, so what the filters drop, and what stands in other
+        # rows, does not change the draw.
+        noise = self._noise(scores, requests)
+        return (scores - noise.log_()).argmax(dim=-1).tolist()
+
+    def _noise(self, scores: Tensor, requests: list[Request]) -> Tensor:
+        noise = torch.empty_like(scores)
+        if any(request.params.seed is None for request in requests):
+            noise.exponential_(generator=self._generator(scores.device))
+        for row, request in enumerate(requests):
+            if request.params.seed is not None:
+                state = _state(request)
+                if state.generator is None:
+                    state.generator = torch.Generator(scores.device)
+                    state.generator.manual_seed(request.params.seed)
+                noise[row].exponential_(generator=state.generator)
+        return noise
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if self._shared_generator is None or self._shared_generator.device != device:
+            self._shared_generator = torch.Generator(device)
+            if self._seed is None:
+                self._shared_generator.seed()
+            else:
+                self._shared_generator.manual_seed(self._seed)
+        return self._shared_generator
+
+
+def _state(request: Request) -> _State:
+    if request.sampler_state is None:
+        request.sampler_state = _State()
+    return request.sampler_state
+
+
+def _argmax(scores: Tensor, requests: list[Request]) -> list[int]:
+    """The likeliest token of each row, with one transfer from the device."""
+    token_ids = scores.argmax(dim=-1, keepdim=True)
+    # argmax takes a NaN for the largest value, so a finite largest value means no NaN.
+    finite = scores.gather(1, token_ids).isfinite()
+    chosen = token_ids.where(finite, -1).squeeze(1).tolist()
+    for row, token_id in enumerate(chosen):
+        if token_id < 0:
+            largest = scores[row, token_ids[row]].item()
+            num_nan = int(scores[row].isnan().sum())
+            raise ValueError(
+                f"request {requests[row].request_id!r}: cannot sample from its logits, the "
+                f"largest is {largest} ({num_nan} of {scores.shape[1]} are NaN)"
+            )
+    return chosen
+
+
+def _mask_stop_tokens(scores: Tensor, request: Request) -> None:
+    """Make EOS and stop tokens impossible. scores: [vocab_size], changed in place."""
+    token_ids = {*request.eos_token_ids, *request.params.stop_token_ids}
+    token_ids = [token_id for token_id in token_ids if token_id < len(scores)]
+    scores[token_ids] = -math.inf
+
+
+def _apply_penalties(scores: Tensor, request: Request) -> None:
+    """Make earlier tokens less likely. scores: [vocab_size], changed in place.
+
+    As in vLLM v0.11.0, vllm/model_executor/layers/utils.py: `apply_penalties`.
+    """
+    params, state = request.params, _state(request)
+    if state.prompt_mask is None or state.output_counts is None:
+        state.prompt_mask = torch.zeros_like(scores, dtype=torch.bool)
+        state.prompt_mask[request.prompt_token_ids] = True
+        state.output_counts = torch.zeros_like(scores)
+    # Only the tokens that are new since the last time are counted.
+    new = torch.tensor(request.token_ids[state.num_counted :], device=scores.device)
+    if len(new):
+        state.output_counts.index_add_(0, new, torch.ones_like(new, dtype=torch.float32))
+        state.num_counted += len(new)
+
+    in_output = state.output_counts > 0
+    if params.repetition_penalty != 1:
+        penalty = params.repetition_penalty
+        penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
+        scores.copy_(torch.where(state.prompt_mask | in_output, penalised, scores))
+    scores.sub_(state.output_counts, alpha=params.frequency_penalty)
+    scores.sub_(in_output.float(), alpha=params.presence_penalty)
+
+
+def _keep_top_k(scores: Tensor, top_k: list[int]) -> Tensor:
+    """Mask all but the k largest of each row; k below 1 keeps all. Ties with the last are kept."""
+    vocab_size = scores.shape[1]
+    top_k = [min(k, vocab_size) if k > 0 else vocab_size for k in top_k]
+    # A row with k = vocab_size keeps all, so it needs no k-th value.
+    largest = max((k for k in top_k if k < vocab_size), default=0)
+    if largest == 0:
+        return scores
+    values = scores.topk(largest, dim=-1).values
+    last = torch.tensor([min(k, largest) - 1 for k in top_k], device=scores.device)[:, None]
+    off = torch.tensor([k == vocab_size for k in top_k], device=scores.device)[:, None]
+    least = values.gather(1, last).masked_fill(off, -math.inf)
+    return scores.masked_fill(scores < least, -math.inf)
+
+
+def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
+    """Mask all but the likeliest tokens that together hold `top_p` of the mass. top_p: [n, 1].
+
+    A token is kept if those before it hold less than `top_p`; so the first always is. Ties with
+    the last are kept, so that the outcome does not depend on the order of a sort.
+    """
+    probs = scores.softmax(dim=-1)
+    num_candidates = min(NUM_TOP_P_CANDIDATES, probs.shape[1])
+    sorted_probs = probs.topk(num_candidates, dim=-1).values
+    least = _least_kept(sorted_probs, top_p)
+    # Each row decides for itself, so that its result does not depend on its batch.
+    spread = (sorted_probs.sum(dim=-1) < top_p[:, 0]).nonzero()[:, 0]
+    if num_candidates < probs.shape[1] and len(spread):
+        all_sorted = probs[spread].sort(dim=-1, descending=True).values
+        least[spread] = _least_kept(all_sorted, top_p[spread])
+    return scores.masked_fill(probs < least, -math.inf)
+
+
+def _least_kept(sorted_probs: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest probability that is kept, [n, 1]. sorted_probs: [n, m], largest first."""
+    mass_before = sorted_probs.cumsum(dim=-1) - sorted_probs
+    num_kept = (mass_before < top_p).sum(dim=-1, keepdim=True)
+    return sorted_probs.gather(1, num_kept - 1)
+
+
+def _logprobs(
+    logits: Tensor, requests: list[Request], token_ids: list[int]
+) -> list[dict[int, float] | None]:
+    """For each row that asks: its token's log-probability, then the likeliest ones."""
+    result: list[dict[int, float] | None] = [None] * len(requests)
+    wanted = [(row, n) for row, r in enumerate(requests) if (n := r.params.logprobs) is not None]
+    if not wanted:
+        return result
+    rows = [row for row, _ in wanted]
+    logprobs = logits[rows].float().log_softmax(dim=-1)
+    most = min(max(n for _, n in wanted), logits.shape[1])
+    top = logprobs.topk(most, dim=-1)
+    chosen_ids = torch.tensor([token_ids[row] for row in rows], device=logits.device)
+    chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
+    for (row, n), value, ids, values in zip(
+        wanted, chosen, top.indices.tolist(), top.values.tolist(), strict=True
+    ):
+        result[row] = {token_ids[row]: value, **dict(zip(ids[:n], values[:n], strict=True))}
+    return result

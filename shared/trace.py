@@ -1,0 +1,191 @@
+"""What every step of an engine did and when: the one record that all pictures are made from.
+
+Plots, notebooks, the site's viewer and the export for chrome://tracing and ui.perfetto.dev read
+this and nothing else. Knows nothing of tensors, models, or of how a scheduler decides.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "mini-vllm-trace"
+VERSION = 1
+
+
+@dataclass
+class StepRecord:
+    """One step of an engine.
+
+    index: number of the step, from 0.
+    start, end: seconds of `time.perf_counter`; in a saved file, seconds since its first step.
+    slices: (request_id, start_pos, num_tokens) for each slice that was computed.
+    sampled: ids of the requests that got a token.
+    preempted: ids of the requests that lost their blocks while this step was scheduled.
+    num_free_blocks, num_waiting, num_running, num_prefilling: as the step ran: after scheduling,
+        and before finished requests gave their blocks back.
+    block_tables: request id to block table as the step ran, if the trace asks for them.
+    """
+
+    index: int
+    start: float
+    end: float
+    slices: list[tuple[str, int, int]]
+    sampled: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    num_free_blocks: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    num_prefilling: int = 0
+    block_tables: dict[str, list[int]] | None = None
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.end - self.start
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(num_tokens for _, _, num_tokens in self.slices)
+
+
+class Trace:
+    """The steps of one engine, oldest first.
+
+    max_steps: keep only the newest ones; None keeps all.
+    record_blocks: asks the engine to put a copy of every block table into each record.
+    """
+
+    def __init__(self, max_steps: int | None = None, record_blocks: bool = False):
+        if max_steps is not None and max_steps < 1:
+            raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
+        self.max_steps = max_steps
+        self.record_blocks = record_blocks
+        self.steps: list[StepRecord] = []
+
+    def add(self, record: StepRecord) -> None:
+        """Take the next step. Raises ValueError if it ends before it starts."""
+        if record.end < record.start:
+            raise ValueError(
+                f"step {record.index} ends at {record.end}, before its start at {record.start}"
+            )
+        self.steps.append(record)
+        if self.max_steps is not None and len(self.steps) > self.max_steps:
+            del self.steps[0]
+
+    def save(self, path: str | Path) -> None:
+        """Write all steps as JSON, with times from 0."""
+        origin = self._origin()
+        steps = []
+        for record in self.steps:
+            step = asdict(record)
+            step["start"] = _since(origin, record.start)
+            step["end"] = _since(origin, record.end)
+            steps.append(step)
+        _write(path, {"format": FORMAT, "version": VERSION, "steps": steps})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote. Raises ValueError if it is something else."""
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"{path} is not a {FORMAT} file")
+        if content.get("version") != VERSION:
+            raise ValueError(f"{path} has version {content.get('version')}, expected {VERSION}")
+        trace = cls()
+        for step in content["steps"]:
+            step["slices"] = [tuple(one) for one in step["slices"]]
+            trace.add(StepRecord(**step))
+        trace.record_blocks = any(step.block_tables is not None for step in trace.steps)
+        return trace
+
+    def save_chrome(self, path: str | Path) -> None:
+        """Write `to_chrome` as JSON, for chrome://tracing or ui.perfetto.dev."""
+        _write(path, self.to_chrome())
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace in Chrome's trace-event format, times in microseconds from 0.
+
+        One track with all steps, one track per request with a slice for each of its steps, named
+        "prefill" or "decode", and counters for free blocks and for the queues.
+        Source: "Trace Event Format", the Chromium project's document of that name.
+        """
+        engine, requests = 1, 2
+        events: list[dict[str, Any]] = [
+            _name("process_name", engine, 0, "engine"),
+            _name("thread_name", engine, 0, "steps"),
+            _name("process_name", requests, 0, "requests"),
+        ]
+        tracks: dict[str, int] = {}
+        decodes_from: dict[str, int] = {}
+        origin = self._origin()
+        for record in self.steps:
+            ts = _micros(origin, record.start)
+            common = {"ph": "X", "ts": ts, "dur": max(0.0, _micros(origin, record.end) - ts)}
+            step_args = {
+                "num_tokens": record.num_tokens,
+                "num_slices": len(record.slices),
+                "preempted": record.preempted,
+            }
+            step = {"name": f"step {record.index}", "pid": engine, "tid": 0}
+            events.append({**step, **common, "args": step_args})
+            for name, values in (
+                ("free blocks", {"free": record.num_free_blocks}),
+                ("waiting", {"waiting": record.num_waiting}),
+                (
+                    "running",
+                    {"running": record.num_running, "prefilling": record.num_prefilling},
+                ),
+            ):
+                events.append(
+                    {"name": name, "ph": "C", "ts": ts, "pid": engine, "tid": 0, "args": values}
+                )
+            for request_id in record.preempted:
+                decodes_from.pop(request_id, None)
+            for request_id, start_pos, num_tokens in record.slices:
+                if request_id not in tracks:
+                    tracks[request_id] = len(tracks) + 1
+                    events.append(_name("thread_name", requests, tracks[request_id], request_id))
+                # A prompt's last chunk may be one token, so the size does not tell them apart.
+                is_decode = num_tokens == 1 and decodes_from.get(request_id) == start_pos
+                args = {
+                    "step": record.index,
+                    "start_pos": start_pos,
+                    "num_tokens": num_tokens,
+                    "sampled": request_id in record.sampled,
+                }
+                events.append(
+                    {
+                        "name": "decode" if is_decode else "prefill",
+                        "cat": "decode" if is_decode else "prefill",
+                        "pid": requests,
+                        "tid": tracks[request_id],
+                        **common,
+                        "args": args,
+                    }
+                )
+                if request_id in record.sampled:
+                    decodes_from[request_id] = start_pos + num_tokens
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _origin(self) -> float:
+        return self.steps[0].start if self.steps else 0.0
+
+
+def _since(origin: float, time: float) -> float:
+    return round(time - origin, 9)
+
+
+def _micros(origin: float, time: float) -> float:
+    return round((time - origin) * 1e6, 3)
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _write(path: str | Path, content: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
