@@ -1,0 +1,92 @@
+"""Fixtures of all tests. The one that matters is `stage`: the engine under test, by folder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("tests.contract", "tests.reference")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine",
+        metavar="DIR",
+        help="test the stage in this folder (your own copy) instead of the repository's",
+    )
+    parser.addoption("--long", action="store_true", help="run the random tests ten times as long")
+
+
+@pytest.fixture(scope="module")
+def stage(request: pytest.FixtureRequest) -> ModuleType:
+    """The package under test: the folder of the test file, or the one given with --engine."""
+    folder = request.config.getoption("--engine")
+    if folder is None:
+        return importlib.import_module(f"stages.{request.path.parent.name}")
+    return import_folder(Path(folder))
+
+
+def import_folder(folder: Path) -> ModuleType:
+    """Import a stage from any folder; its imports are relative, so the name does not matter."""
+    init = folder.resolve() / "__init__.py"
+    if not init.is_file():
+        raise pytest.UsageError(f"--engine {folder}: there is no __init__.py in it")
+    name = "engine_under_test"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            name, init, submodule_search_locations=[str(init.parent)]
+        )
+        assert spec and spec.loader
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """A `(model, tokenizer)` pair with random weights; all tests share it."""
+    from shared.models import load_model
+
+    return load_model("tiny", device="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The default model, loaded once for all tests."""
+    from shared.models import load_model
+
+    return load_model("smollm2", device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def make_engine(stage: ModuleType, tiny: Any) -> Iterator[Callable[..., Any]]:
+    """Builds engines on the tiny model. Whatever a test did, its engines must give all blocks back.
+
+    Options are those of the engine; blocks of 4 tokens and a pool of 64 unless said otherwise.
+    """
+    engines = []
+
+    def make(**options: Any) -> Any:
+        options = {"model": tiny, "block_size": 4, "num_blocks": 64, **options}
+        engines.append(stage.LLMEngine(**options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        for _ in range(1000):
+            if not engine.has_unfinished_requests():
+                break
+            engine.step()
+        assert not engine.has_unfinished_requests(), "requests are left that 1000 steps did not end"
+        manager = engine.block_manager
+        assert manager.num_free_blocks == manager.num_blocks, (
+            f"nothing runs, yet only {manager.num_free_blocks} of {manager.num_blocks} blocks are "
+            "free: some request ended without giving its blocks back"
+        )

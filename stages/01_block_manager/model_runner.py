@@ -1,0 +1,132 @@
+"""The one room where sequences meet tensors: turns a scheduled batch into one forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.models import inspect_model
+
+from .attention import IMPLEMENTATION, AttentionMetadata
+from .block_manager import slot_mapping
+from .config import EngineConfig
+from .kv_cache import KVCache, bytes_per_block, free_memory
+from .scheduler import ScheduledBatch, Slice
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Owns the KV cache and calls the model.
+
+    `config` is the given one with `num_blocks` and `max_model_len` filled in.
+
+    Raises:
+        ValueError: the model needs something that the attention lacks, or the pool would be empty.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+        self.model = model
+        self.shape = inspect_model(model, config.max_model_len)
+        config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
+        num_blocks = config.num_blocks or self._choose_num_blocks(config)
+        self.config = dataclasses.replace(config, num_blocks=num_blocks)
+        self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
+
+    def _choose_num_blocks(self, config: EngineConfig) -> int:
+        """Size the pool: as many blocks as fit in memory, at most what all seats could fill."""
+        assert config.max_model_len is not None
+        peak_bytes = 0
+        if self.shape.device.type == "cuda":
+            # The largest forward that can come, against a pool that only it needs.
+            num_tokens = min(config.max_num_batched_tokens, config.max_model_len)
+            sequence = Sequence("profile", [0] * num_tokens, 1)
+            sequence.block_table = list(range(-(-num_tokens // config.block_size)))
+            self.config = config
+            self.kv_cache = KVCache(self.shape, len(sequence.block_table), config.block_size)
+            torch.cuda.reset_peak_memory_stats()
+            self.run(ScheduledBatch([Slice(sequence, 0, num_tokens)]))
+            peak_bytes = torch.cuda.max_memory_allocated()
+            del self.kv_cache
+            torch.cuda.empty_cache()
+        block_bytes = bytes_per_block(self.shape, config.block_size)
+        budget = free_memory(self.shape.device, config.memory_utilization, peak_bytes)
+        useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
+        num_blocks = min(useful, budget // block_bytes)
+        if num_blocks < 1:
+            raise ValueError(f"no memory for one block of {block_bytes} bytes: {budget} bytes left")
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB (%.2f GiB may be used)",
+            *(num_blocks, config.block_size, num_blocks * block_bytes / 2**30, budget / 2**30),
+        )
+        return num_blocks
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> Tensor:
+        """Compute all slices of `batch` in one forward; their keys and values go to the cache.
+
+        Returns:
+            Logits `[len(batch.sampling), vocab_size]`, in that order.
+        """
+        if self.model.config._attn_implementation != IMPLEMENTATION:
+            self.model.set_attn_implementation(IMPLEMENTATION)  # several engines may share a model
+        input_ids, position_ids, logit_rows, metadata = self._prepare(batch.slices)
+        output = self.model(
+            input_ids=input_ids[None],
+            position_ids=position_ids[None],
+            logits_to_keep=logit_rows,
+            use_cache=False,
+            attn_metadata=metadata,
+        )
+        return output.logits[0]
+
+    # Each slice is a run of rows; the position of a row is its token's index in its own sequence.
+    #
+    #     slices            A 0..3         | B 7..8 | C 0..2          (start_pos .. end_pos)
+    #     input_ids         a0   a1   a2   | b7     | c0   c1
+    #     position_ids      0    1    2    | 7      | 0    1
+    #     query_start_loc   0                3        4        6
+    #     context_lens      3                8        2
+    def _prepare(self, slices: list[Slice]) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
+        """Lay the slices out in one flattened row of T tokens.
+
+        Returns:
+            input_ids `[T]`, position_ids `[T]`, the rows whose logits are wanted, and the metadata.
+        """
+        input_ids: list[int] = []
+        position_ids: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        query_start_loc = [0]
+        for s in slices:
+            input_ids += s.sequence.token_ids[s.start_pos : s.end_pos]
+            position_ids += range(s.start_pos, s.end_pos)
+            slots += slot_mapping(
+                s.sequence.block_table, s.start_pos, s.num_tokens, self.config.block_size
+            )
+            query_start_loc.append(len(input_ids))
+            if s.end_pos == s.sequence.num_tokens:
+                logit_rows.append(len(input_ids) - 1)
+
+        width = max(len(s.sequence.block_table) for s in slices)
+        tables = [s.sequence.block_table for s in slices]
+        block_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables])
+        device = self.shape.device
+        metadata = AttentionMetadata(
+            kv_cache=self.kv_cache,
+            slots=torch.tensor(slots, device=device),
+            query_start_loc=query_start_loc,
+            context_lens=[s.end_pos for s in slices],
+            block_tables=block_tables.to(device),
+        )
+        return (
+            torch.tensor(input_ids, device=device),
+            torch.tensor(position_ids, device=device),
+            torch.tensor(logit_rows, device=device, dtype=torch.long),
+            metadata,
+        )
