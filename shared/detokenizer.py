@@ -155,12 +155,15 @@ class StopMatcher:
 
     def _first_stop(self, text: str, known: int) -> tuple[int, str] | None:
         """Start and string of the stop that ends first, and after the first `known` characters."""
-        best = None
+        found = []
         for stop in self._stops:
             start = text.find(stop, max(0, known - len(stop) + 1))
             if start >= 0:
-                best = min(best or (len(text) + 1,), (start + len(stop), start, stop))
-        return None if best is None else best[1:]
+                found.append((start + len(stop), start, stop))
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
 
     def _suffix_that_may_begin_a_stop(self, text: str) -> int:
         for length in range(min(len(text), self._longest - 1), 0, -1):

@@ -96,6 +96,10 @@ class Request:
     max_tokens: most tokens to generate, at least 1; the engine has resolved
         `params.max_tokens=None` and the model's context.
     tokenizer: as for `IncrementalDetokenizer`; None leaves the text empty.
+    eos_token_ids: tokens that end the output unless the parameters say `ignore_eos`.
+    arrival_time: when the request was added.
+
+    stop_token_ids: EOS and stop tokens together, which `min_tokens` makes impossible at first.
     sampler_state: belongs to the sampler (random generator, token counts); nobody else looks.
     """
 
@@ -116,7 +120,9 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
-        self.eos_token_ids = eos_token_ids
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.stop_token_ids = eos_token_ids | stop_token_ids
+        self._end_token_ids = stop_token_ids if params.ignore_eos else self.stop_token_ids
         self.max_tokens = max_tokens
         self.token_ids: list[int] = []
         self.text = ""
@@ -125,7 +131,7 @@ class Request:
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.sampler_state: Any = None
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stop_matcher = StopMatcher(params.stop)
+        self._stop_matcher = StopMatcher(params.stop or ())
         self._num_chars_output = 0
 
     @property
@@ -147,7 +153,7 @@ class Request:
 
         may_stop = len(self.token_ids) > self.params.min_tokens
         reason = None
-        if may_stop and self._is_stop_token(token_id):
+        if may_stop and token_id in self._end_token_ids:
             reason = "stop"
         else:
             self._add_text(self._detokenizer.append(token_id), may_stop)
@@ -188,11 +194,6 @@ class Request:
             ),
             logprobs=None if self.logprobs is None else self.logprobs.copy(),
         )
-
-    def _is_stop_token(self, token_id: int) -> bool:
-        if token_id in self.params.stop_token_ids:
-            return True
-        return token_id in self.eos_token_ids and not self.params.ignore_eos
 
     def _add_text(self, text: str, may_stop: bool) -> None:
         self.text += self._stop_matcher.append(text, may_stop)

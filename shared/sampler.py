@@ -70,13 +70,16 @@ class Sampler:
         if all(request.params.is_plain_greedy for request in requests):
             return [SampledToken(token_id) for token_id in _argmax(logits, requests)]
 
-        # 1. A copy, since the reported log-probabilities are those of the raw logits.
-        scores = logits.to(torch.float32, copy=True)
-        for row, request in enumerate(requests):
-            if len(request.token_ids) < request.params.min_tokens:
-                _mask_stop_tokens(scores[row], request)
-            if request.params.has_penalties:
-                _apply_penalties(scores[row], request)
+        # 1. Mask and penalties, on a copy: the reported log-probabilities are of the raw logits.
+        scores = logits.float()
+        masked = [len(r.token_ids) < r.params.min_tokens for r in requests]
+        if any(masked) or any(request.params.has_penalties for request in requests):
+            scores = logits.to(torch.float32, copy=True)
+            for row, request in enumerate(requests):
+                if masked[row]:
+                    _mask_stop_tokens(scores[row], request)
+                if request.params.has_penalties:
+                    _apply_penalties(scores[row], request)
 
         # 2. The greedy choice for every row; it is also the check for NaN.
         token_ids = _argmax(scores, requests)
@@ -103,35 +106,39 @@ class Sampler:
         # With the largest score at 0 a tiny temperature can only send scores to -inf, never to
         # inf or NaN, and a score is the log of the token's ratio to the likeliest one.
         scores = scores - scores.amax(dim=-1, keepdim=True)
-        scores = scores / column([p.temperature for p in params])
+        scores.div_(column([p.temperature for p in params]))
         if any(p.min_p > 0 for p in params):
             least = column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params])
-            scores = scores.masked_fill(scores < least, -math.inf)
+            scores.masked_fill_(scores < least, -math.inf)
         if any(p.top_k > 0 for p in params):
-            scores = _keep_top_k(scores, [p.top_k for p in params])
-        if any(p.top_p < 1 for p in params):
-            rows = [row for row, p in enumerate(params) if p.top_p < 1]
-            top_p = column([params[row].top_p for row in rows])
-            scores[rows] = _keep_top_p(scores[rows], top_p)
+            _keep_top_k(scores, [p.top_k for p in params])
+        rows = [row for row, p in enumerate(params) if p.top_p < 1]
+        if rows:
+            scores[rows] = _keep_top_p(scores[rows], column([params[row].top_p for row in rows]))
+        return scores.add_(self._gumbel_noise(scores, requests)).argmax(dim=-1).tolist()
 
-        # argmax(score - log(Exp(1))) is a draw from softmax(scores), the Gumbel trick. Each token
-        # of the vocabulary has its own noise, so what the filters drop, and what stands in other
-        # rows, does not change the draw.
-        noise = self._noise(scores, requests)
-        return (scores - noise.log_()).argmax(dim=-1).tolist()
+    def _gumbel_noise(self, scores: Tensor, requests: list[Request]) -> Tensor:
+        """Noise g, shaped like scores, for which argmax(scores + g) is a draw from softmax(scores).
 
-    def _noise(self, scores: Tensor, requests: list[Request]) -> Tensor:
+        Every token of the vocabulary has noise of its own. So what the filters drop, and what
+        stands in other rows, does not change a draw; and logits that differ in the last bits, as
+        they do between batches, change it only in a near tie. (One random number for a row, looked
+        up in the cumulative sum, is cheaper, but each small difference adds up along the sum.)
+        """
         noise = torch.empty_like(scores)
         if any(request.params.seed is None for request in requests):
-            noise.exponential_(generator=self._generator(scores.device))
+            noise.uniform_(generator=self._generator(scores.device))
         for row, request in enumerate(requests):
             if request.params.seed is not None:
                 state = _state(request)
                 if state.generator is None:
                     state.generator = torch.Generator(scores.device)
                     state.generator.manual_seed(request.params.seed)
-                noise[row].exponential_(generator=state.generator)
-        return noise
+                noise[row].uniform_(generator=state.generator)
+        # -log(-log(u)) for u in [0, 1). A u of 0 would make -inf, with which a token that is the
+        # only one left could not be told from the tokens that were dropped.
+        tiny = torch.finfo(noise.dtype).tiny
+        return noise.clamp_min_(tiny).log_().neg_().log_().neg_()
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if self._shared_generator is None or self._shared_generator.device != device:
@@ -168,9 +175,9 @@ def _argmax(scores: Tensor, requests: list[Request]) -> list[int]:
 
 def _mask_stop_tokens(scores: Tensor, request: Request) -> None:
     """Make EOS and stop tokens impossible. scores: [vocab_size], changed in place."""
-    token_ids = {*request.eos_token_ids, *request.params.stop_token_ids}
-    token_ids = [token_id for token_id in token_ids if token_id < len(scores)]
-    scores[token_ids] = -math.inf
+    for token_id in request.stop_token_ids:
+        if token_id < len(scores):
+            scores[token_id] = -math.inf
 
 
 def _apply_penalties(scores: Tensor, request: Request) -> None:
@@ -198,44 +205,46 @@ def _apply_penalties(scores: Tensor, request: Request) -> None:
     scores.sub_(in_output.float(), alpha=params.presence_penalty)
 
 
-def _keep_top_k(scores: Tensor, top_k: list[int]) -> Tensor:
-    """Mask all but the k largest of each row; k below 1 keeps all. Ties with the last are kept."""
+def _keep_top_k(scores: Tensor, top_k: list[int]) -> None:
+    """Mask all but the k largest of each row, in place; k below 1 or over the vocabulary is off.
+
+    Ties with the k-th are kept, as in vLLM, so that the outcome does not depend on their order.
+    """
     vocab_size = scores.shape[1]
-    top_k = [min(k, vocab_size) if k > 0 else vocab_size for k in top_k]
-    # A row with k = vocab_size keeps all, so it needs no k-th value.
-    largest = max((k for k in top_k if k < vocab_size), default=0)
-    if largest == 0:
-        return scores
-    values = scores.topk(largest, dim=-1).values
-    last = torch.tensor([min(k, largest) - 1 for k in top_k], device=scores.device)[:, None]
-    off = torch.tensor([k == vocab_size for k in top_k], device=scores.device)[:, None]
-    least = values.gather(1, last).masked_fill(off, -math.inf)
-    return scores.masked_fill(scores < least, -math.inf)
+    is_on = [0 < k < vocab_size for k in top_k]
+    if not any(is_on):
+        return
+    # The k-th largest of a row is at k - 1; a row that is off reads any place and masks nothing.
+    last = [k - 1 if on else 0 for k, on in zip(top_k, is_on, strict=True)]
+    largest = scores.topk(max(last) + 1, dim=-1).values
+    least = largest.gather(1, torch.tensor(last, device=scores.device)[:, None])
+    off = torch.tensor([not on for on in is_on], device=scores.device)[:, None]
+    scores.masked_fill_(scores < least.masked_fill(off, -math.inf), -math.inf)
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     """Mask all but the likeliest tokens that together hold `top_p` of the mass. top_p: [n, 1].
 
-    A token is kept if those before it hold less than `top_p`; so the first always is. Ties with
-    the last are kept, so that the outcome does not depend on the order of a sort.
+    A token is kept if those before it hold less than `top_p`; so the likeliest always is. Ties
+    with the last are kept, so that the outcome does not depend on their order.
     """
     probs = scores.softmax(dim=-1)
     num_candidates = min(NUM_TOP_P_CANDIDATES, probs.shape[1])
-    sorted_probs = probs.topk(num_candidates, dim=-1).values
-    least = _least_kept(sorted_probs, top_p)
-    # Each row decides for itself, so that its result does not depend on its batch.
-    spread = (sorted_probs.sum(dim=-1) < top_p[:, 0]).nonzero()[:, 0]
+    candidates = probs.topk(num_candidates, dim=-1).values
+    mass = candidates.cumsum(dim=-1)
+    least = _least_kept(candidates, mass, top_p)
+    # Each row decides for itself, so that its outcome does not depend on its batch.
+    spread = (mass[:, -1] < top_p[:, 0]).nonzero()[:, 0]
     if num_candidates < probs.shape[1] and len(spread):
-        all_sorted = probs[spread].sort(dim=-1, descending=True).values
-        least[spread] = _least_kept(all_sorted, top_p[spread])
+        every = probs[spread].sort(dim=-1, descending=True).values
+        least[spread] = _least_kept(every, every.cumsum(dim=-1), top_p[spread])
     return scores.masked_fill(probs < least, -math.inf)
 
 
-def _least_kept(sorted_probs: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest probability that is kept, [n, 1]. sorted_probs: [n, m], largest first."""
-    mass_before = sorted_probs.cumsum(dim=-1) - sorted_probs
-    num_kept = (mass_before < top_p).sum(dim=-1, keepdim=True)
-    return sorted_probs.gather(1, num_kept - 1)
+def _least_kept(probs: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest probability to keep, [n, 1]. probs: [n, m], largest first; mass: their sums."""
+    num_kept = (mass - probs < top_p).sum(dim=-1, keepdim=True)
+    return probs.gather(1, num_kept - 1)
 
 
 def _logprobs(

@@ -19,10 +19,10 @@ GREEDY_BELOW = 1e-5
 class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
-    Fields that vLLM has mean what they mean there (v0.11.0, vllm/sampling_params.py), with three
-    differences: ``max_tokens`` is 256 unless told (16 there), a temperature between 0 and 0.01 is
-    used as it is (raised to 0.01 there), and values that vLLM repairs or maps are refused
-    (``seed=-1``, ``logprobs=-1``, more ``min_tokens`` than ``max_tokens``).
+    Fields that vLLM has mean what they mean there (v0.11.0, vllm/sampling_params.py). What
+    differs: ``max_tokens`` is 256 unless told (16 there), a temperature between 0 and 0.01 is
+    used as it is (raised to 0.01 there), ``-1`` is refused for ``seed`` (None there) and for
+    ``logprobs`` (the whole vocabulary there).
 
     The order is: mask of ``min_tokens``, penalties, temperature, ``min_p``, ``top_k``, ``top_p``.
 
