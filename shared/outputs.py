@@ -144,7 +144,10 @@ class Request:
         "stop" goes before "length" when the last allowed token is EOS, a stop token, or completes
         a stop string. Raises ValueError if the request is finished.
         """
-        self._check_unfinished()
+        if self.finished:
+            raise ValueError(
+                f"request {self.request_id!r} is already finished ({self.finish_reason})"
+            )
         token_id, logprobs = sampled
         self.token_ids.append(token_id)
         self.metrics.token_times.append(now)
@@ -168,10 +171,13 @@ class Request:
         return reason
 
     def finish(self, reason: str, now: float) -> None:
-        """End the request from outside ("abort", "error"). Raises ValueError if it is finished."""
-        self._check_unfinished()
-        self._add_text(self._detokenizer.flush(), may_stop=False)
-        self._end(reason, now)
+        """End the request from outside ("abort", "error"); a finished one stays as it is.
+
+        The text that was held back is let go.
+        """
+        if not self.finished:
+            self._add_text(self._detokenizer.flush(), may_stop=False)
+            self._end(reason, now)
 
     def output(self) -> RequestOutput:
         """The request as it stands, with the text that is new since the last call."""
@@ -202,9 +208,3 @@ class Request:
         self.text += self._stop_matcher.flush()
         self.finish_reason = reason
         self.metrics.finish_time = now
-
-    def _check_unfinished(self) -> None:
-        if self.finished:
-            raise ValueError(
-                f"request {self.request_id!r} is already finished ({self.finish_reason})"
-            )
