@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 
@@ -27,14 +28,15 @@ class EngineConfig:
     memory_utilization: float | None = None
 
     def __post_init__(self) -> None:
-        counts = "block_size num_blocks max_num_seqs max_num_batched_tokens max_model_len".split()
-        optional = {field.name for field in fields(self) if field.default is None}
-        for name in counts:
-            value = getattr(self, name)
-            if value is None and name in optional:
+        for field in fields(self):
+            name, kind, value = field.name, str(field.type).split()[0], getattr(self, field.name)
+            if value is None and field.default is None:
                 continue
-            if type(value) is not int or value < 1:
+            if kind == "int" and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        share = self.memory_utilization
-        if share is not None and not (isinstance(share, float) and 0 < share < 1):
-            raise ValueError(f"memory_utilization must lie between 0 and 1, got {share!r}")
+            if kind == "float" and (type(value) not in (int, float) or not 0 < value < math.inf):
+                raise ValueError(f"{name} must be a number above 0, got {value!r}")
+            if kind in ("bool", "str") and type(value).__name__ != kind:
+                raise ValueError(f"{name} must be a {kind}, got {value!r}")
+        if self.memory_utilization is not None and self.memory_utilization > 1:
+            raise ValueError(f"memory_utilization is a share, got {self.memory_utilization}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,17 +74,12 @@ class ModelRunner:
         Returns:
             Logits `[len(batch.sampling), vocab_size]`, in that order.
         """
+        return self._forward(self._prepare(batch.slices))
+
+    def _forward(self, inputs: dict[str, Any]) -> Tensor:
         if self.model.config._attn_implementation != IMPLEMENTATION:
             self.model.set_attn_implementation(IMPLEMENTATION)  # several engines may share a model
-        input_ids, position_ids, logit_rows, metadata = self._prepare(batch.slices)
-        output = self.model(
-            input_ids=input_ids[None],
-            position_ids=position_ids[None],
-            logits_to_keep=logit_rows,
-            use_cache=False,
-            attn_metadata=metadata,
-        )
-        return output.logits[0]
+        return self.model(**inputs, use_cache=False).logits[0]
 
     # Each slice is a run of rows; the position of a row is its token's index in its own sequence.
     #
@@ -92,12 +88,8 @@ class ModelRunner:
     #     position_ids      0    1    2    | 7      | 0    1
     #     query_start_loc   0                3        4        6
     #     context_lens      3                8        2
-    def _prepare(self, slices: list[Slice]) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """Lay the slices out in one flattened row of T tokens.
-
-        Returns:
-            input_ids `[T]`, position_ids `[T]`, the rows whose logits are wanted, and the metadata.
-        """
+    def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
+        """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
         input_ids: list[int] = []
         position_ids: list[int] = []
         slots: list[int] = []
@@ -113,20 +105,22 @@ class ModelRunner:
             if s.end_pos == s.sequence.num_tokens:
                 logit_rows.append(len(input_ids) - 1)
 
-        width = max(len(s.sequence.block_table) for s in slices)
         tables = [s.sequence.block_table for s in slices]
-        block_tables = torch.tensor([table + [0] * (width - len(table)) for table in tables])
-        device = self.shape.device
+        width = max(map(len, tables))
+        rows = self._tensor([input_ids, position_ids, slots])
         metadata = AttentionMetadata(
             kv_cache=self.kv_cache,
-            slots=torch.tensor(slots, device=device),
+            slots=rows[2],
             query_start_loc=query_start_loc,
             context_lens=[s.end_pos for s in slices],
-            block_tables=block_tables.to(device),
+            block_tables=self._tensor([table + [0] * (width - len(table)) for table in tables]),
         )
-        return (
-            torch.tensor(input_ids, device=device),
-            torch.tensor(position_ids, device=device),
-            torch.tensor(logit_rows, device=device, dtype=torch.long),
-            metadata,
-        )
+        return {
+            "input_ids": rows[0:1],
+            "position_ids": rows[1:2],
+            "logits_to_keep": self._tensor(logit_rows),
+            "attn_metadata": metadata,
+        }
+
+    def _tensor(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.shape.device)

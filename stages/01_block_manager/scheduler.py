@@ -93,7 +93,7 @@ class Scheduler:
             raise ValueError(f"a prompt of {num_prompt_tokens} tokens leaves no room: {limits}")
         if max_tokens is not None and max_tokens > room:
             raise ValueError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens {max_tokens} do not fit: {limits}"
+                f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} do not fit: {limits}"
             )
         return room if max_tokens is None else max_tokens
 
