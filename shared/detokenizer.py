@@ -12,8 +12,8 @@ from typing import Any
 # What a decoder shows for bytes that are not (yet) a character.
 REPLACEMENT = "\ufffd"
 
-# With more tokens than this held back, the text is searched for a place to let go of. A character
-# has at most four bytes and a token at least one, so a well-formed text never comes here.
+# With more tokens than this held back, look for some to let go of. A character has at most four
+# bytes and a token at least one, unless it is special, so ordinary text never comes here.
 MAX_HELD = 8
 
 
@@ -61,50 +61,59 @@ class IncrementalDetokenizer:
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token_id)
-        text = self._decode(self._prefix_offset, len(self._token_ids))
-        if len(text) <= len(self._prefix_text):
-            return ""
-        if not text.endswith(REPLACEMENT):
-            return self._show(text, len(self._token_ids))
-        if len(self._token_ids) - self._read_offset <= MAX_HELD:
-            return ""
-        return self._show_up_to_clean_cut(text)
+        end = len(self._token_ids)
+        new_text = self._new_text(end)
+        if new_text and not new_text.endswith(REPLACEMENT):
+            return self._show(new_text, end)
+        if end - self._read_offset > MAX_HELD:
+            return self._let_go()
+        return ""
 
     def flush(self) -> str:
         """Return what is still held back, U+FFFD for an incomplete character. The tokens end."""
         if self._tokenizer is None:
             return ""
-        text = self._decode(self._prefix_offset, len(self._token_ids))
-        if len(text) <= len(self._prefix_text):
-            return ""
-        return self._show(text, len(self._token_ids))
+        end = len(self._token_ids)
+        return self._show(self._new_text(end), end)
 
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
 
-    def _show(self, text: str, end: int) -> str:
-        """Return the new part of `text`, the window decoded up to `end`; move the window."""
-        new_text = text[len(self._prefix_text) :]
+    def _new_text(self, end: int) -> str:
+        """What the tokens from `read_offset` to `end` add to the shown text."""
+        text = self._decode(self._prefix_offset, end)
+        if text.startswith(self._prefix_text):
+            return text[len(self._prefix_text) :]
+        # The new tokens change how the shown ones decode. What was shown stays, so these tokens
+        # are decoded by themselves: nothing is shown twice, and nothing is lost.
+        return self._decode(self._read_offset, end)
+
+    def _show(self, new_text: str, end: int) -> str:
         self._prefix_offset = self._read_offset
         self._read_offset = end
         self._prefix_text = self._decode(self._prefix_offset, end)
         self._pieces.append(new_text)
         return new_text
 
-    def _show_up_to_clean_cut(self, text: str) -> str:
-        """Show the held tokens up to the last one where no character is cut in two.
-
-        If a character's bytes lie on both sides of a cut, its halves decode to more U+FFFD apart
-        than together. The incomplete character at the end is at most three bytes, so a clean cut
-        is close to the end.
-        """
+    def _let_go(self) -> str:
+        """Shorten the held tokens, of which there are too many; return what they show."""
+        # 1. Forget tokens without text (special ones) at the end, where an incomplete character
+        # may still go on after them.
         end = len(self._token_ids)
+        while end > self._read_offset and not self._decode(end - 1, end):
+            self._token_ids.pop()
+            end -= 1
+        if end - self._read_offset <= MAX_HELD:
+            return ""
+        # 2. Show all up to the last place where no character is cut in two: there the parts
+        # decode to the same apart as together, while the two halves of a character decode to one
+        # U+FFFD more. Such a place is near, since an incomplete character has three bytes at most.
+        new_text = self._new_text(end)
         for cut in range(end - 1, self._read_offset, -1):
-            left = self._decode(self._prefix_offset, cut)
-            right = self._decode(cut, end)
-            if right and left + right == text and len(left) > len(self._prefix_text):
+            left = self._new_text(cut)
+            if left + self._decode(cut, end) == new_text:
                 return self._show(left, cut)
-        return self._show(text, end)
+        return self._show(new_text, end)
 
 
 class StopMatcher:
@@ -119,9 +128,9 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str] = ()):
-        if "" in stops:
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        if "" in self._stops:
             raise ValueError(f"a stop string must not be empty, got {stops!r}")
-        self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._withheld = ""
         self.stopped: str | None = None

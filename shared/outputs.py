@@ -71,6 +71,7 @@ class RequestMetrics:
 class RequestOutput:
     """A request as it stands after a step. Later steps do not change it.
 
+    prompt_token_ids: one list, shared by all outputs of the request.
     token_ids: all generated tokens so far, an EOS or stop token that ended them included.
     text: their text so far, without EOS and stop strings; what could still become part of a stop
         string or of an incomplete character is held back until it is decided.
@@ -186,7 +187,7 @@ class Request:
         metrics = self.metrics
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids.copy(),
+            prompt_token_ids=self.prompt_token_ids,
             token_ids=self.token_ids.copy(),
             text=self.text,
             new_text=new_text,
