@@ -67,10 +67,15 @@ class Trace:
         self.steps: list[StepRecord] = []
 
     def add(self, record: StepRecord) -> None:
-        """Take the next step. Raises ValueError if it ends before it starts."""
+        """Take the next step. Raises ValueError if it starts before the last one ended."""
         if record.end < record.start:
             raise ValueError(
                 f"step {record.index} ends at {record.end}, before its start at {record.start}"
+            )
+        if self.steps and record.start < self.steps[-1].end:
+            raise ValueError(
+                f"step {record.index} starts at {record.start}, before the end of step "
+                f"{self.steps[-1].index} at {self.steps[-1].end}"
             )
         self.steps.append(record)
         if self.max_steps is not None and len(self.steps) > self.max_steps:
@@ -124,7 +129,7 @@ class Trace:
         origin = self._origin()
         for record in self.steps:
             ts = _micros(origin, record.start)
-            common = {"ph": "X", "ts": ts, "dur": max(0.0, _micros(origin, record.end) - ts)}
+            common = {"ph": "X", "ts": ts, "dur": round(_micros(origin, record.end) - ts, 3)}
             step_args = {
                 "num_tokens": record.num_tokens,
                 "num_slices": len(record.slices),

@@ -103,7 +103,7 @@ class Counting:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
-# ------------------------------------------------------------------------------------------ D1
+# ----------------------------------------------------------------------------------------------- D1
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -175,7 +175,7 @@ def test_d1_the_replacement_character_itself():
     assert "".join(pieces) == "a\ufffdb"
 
 
-# ------------------------------------------------------------------------------------------ D2
+# ----------------------------------------------------------------------------------------------- D2
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_d2_any_tokens_are_shown_once(token_ids):
     assert re.findall("the|cat|sat", joined) == expected
 
 
-# ---------------------------------------------------------------------------------- linear work
+# -------------------------------------------------------------------------------------- linear work
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_the_window_stays_short(name, token_ids):
     assert sum(tokenizer.sizes) <= 20 * len(token_ids)
 
 
-# ----------------------------------------------------------------------------------- tokenizers
+# --------------------------------------------------------------------------------------- tokenizers
 
 
 def test_without_tokenizer_there_is_no_text():
@@ -278,7 +278,7 @@ def test_smollm2_tokenizer(smollm2):
         assert "".join(stream(tokenizer, token_ids)) == expected == text
 
 
-# --------------------------------------------------------------------------------- stop strings
+# ------------------------------------------------------------------------------------- stop strings
 
 
 def run_matcher(stops, pieces) -> tuple[str, str | None]:

@@ -49,7 +49,7 @@ def possible_tokens(logits: torch.Tensor, num_draws: int = 2000, **params) -> se
     return {token.token_id for token in tokens}
 
 
-# --------------------------------------------------------------------------------------- greedy
+# ------------------------------------------------------------------------------------------- greedy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -113,7 +113,7 @@ def test_m3_top_k_1_is_greedy():
     assert [token.token_id for token in tokens] == logits.argmax(-1).tolist()
 
 
-# -------------------------------------------------------------------------------------- filters
+# ------------------------------------------------------------------------------------------ filters
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_distribution_of_one_seed():
         assert abs(counts[token_id] - num_draws * p) <= 4 * math.sqrt(num_draws * p * (1 - p))
 
 
-# ----------------------------------------------------------------------------------------- seeds
+# -------------------------------------------------------------------------------------------- seeds
 
 
 def draws(requests: list[Request], row: int, steps: int = 12) -> list[int]:
@@ -331,7 +331,7 @@ def test_every_row_is_as_if_alone(kinds, vocab_size):
         assert run([kind], [row]) == [together[row]]
 
 
-# ------------------------------------------------------------------------------------- penalties
+# ---------------------------------------------------------------------------------------- penalties
 
 
 def penalised(logits: list[float], request: Request) -> list[float]:
@@ -388,7 +388,7 @@ def test_penalties_move_random_draws_too():
     assert left == {1}
 
 
-# -------------------------------------------------------------------------------------- min_tokens
+# --------------------------------------------------------------------------------------- min_tokens
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1.0}])
@@ -406,7 +406,7 @@ def test_min_tokens_makes_eos_and_stop_tokens_impossible(params, ignore_eos):
     assert tokens == [30, 30, EOS_ID]
 
 
-# ---------------------------------------------------------------------------------------- logprobs
+# ----------------------------------------------------------------------------------------- logprobs
 
 
 def test_logprobs_are_those_of_the_raw_distribution():
@@ -453,7 +453,7 @@ def test_logprobs_only_for_those_who_ask():
     assert list(third.logprobs) == [third.token_id]
 
 
-# ------------------------------------------------------------------------------------------- doors
+# -------------------------------------------------------------------------------------------- doors
 
 
 def test_nothing_to_sample():
