@@ -131,7 +131,8 @@ class StopMatcher:
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if "" in self._stops:
             raise ValueError(f"a stop string must not be empty, got {stops!r}")
-        self._longest = max(map(len, self._stops), default=0)
+        self._beginnings = {stop[:n] for stop in self._stops for n in range(1, len(stop))}
+        self._longest = max(map(len, self._beginnings), default=0)
         self._withheld = ""
         self.stopped: str | None = None
 
@@ -175,8 +176,7 @@ class StopMatcher:
         return start, stop
 
     def _suffix_that_may_begin_a_stop(self, text: str) -> int:
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            suffix = text[-length:]
-            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stops):
+        for length in range(min(len(text), self._longest), 0, -1):
+            if text[-length:] in self._beginnings:
                 return length
         return 0

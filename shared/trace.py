@@ -7,6 +7,7 @@ this and nothing else. Knows nothing of tensors, models, or of how a scheduler d
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,27 @@ class Trace:
         trace.record_blocks = any(step.block_tables is not None for step in trace.steps)
         return trace
 
+    def phases(self) -> Iterator[tuple[StepRecord, list[str]]]:
+        """Each step with "prefill" or "decode" for each of its slices.
+
+        The number of tokens does not tell: a prompt's last chunk may be one token, and so may
+        what a prefix cache leaves to compute. A slice is a decode if it is one token and goes on
+        where the request's last sampled token stands. (Where `max_steps` dropped a request's
+        beginning, its first slice counts as prefill.)
+        """
+        decodes_from: dict[str, int] = {}
+        for record in self.steps:
+            for request_id in record.preempted:
+                decodes_from.pop(request_id, None)
+            sampled = set(record.sampled)
+            phases = []
+            for request_id, start_pos, num_tokens in record.slices:
+                is_decode = num_tokens == 1 and decodes_from.get(request_id) == start_pos
+                phases.append("decode" if is_decode else "prefill")
+                if request_id in sampled:
+                    decodes_from[request_id] = start_pos + num_tokens
+            yield record, phases
+
     def save_chrome(self, path: str | Path) -> None:
         """Write `to_chrome` as JSON, for chrome://tracing or ui.perfetto.dev."""
         _write(path, self.to_chrome())
@@ -119,61 +141,48 @@ class Trace:
         Source: "Trace Event Format", the Chromium project's document of that name.
         """
         engine, requests = 1, 2
-        events: list[dict[str, Any]] = [
-            _name("process_name", engine, 0, "engine"),
-            _name("thread_name", engine, 0, "steps"),
-            _name("process_name", requests, 0, "requests"),
-        ]
+        events: list[dict[str, Any]] = []
+
+        def add(ph: str, name: str, pid: int, tid: int, args: dict[str, Any], **more: Any) -> None:
+            events.append({"ph": ph, "name": name, "pid": pid, "tid": tid, "args": args, **more})
+
+        def name_track(kind: str, pid: int, tid: int, name: str) -> None:
+            add("M", kind, pid, tid, {"name": name}, ts=0)
+
+        name_track("process_name", engine, 0, "engine")
+        name_track("thread_name", engine, 0, "steps")
+        name_track("process_name", requests, 0, "requests")
         tracks: dict[str, int] = {}
-        decodes_from: dict[str, int] = {}
         origin = self._origin()
-        for record in self.steps:
-            ts = _micros(origin, record.start)
-            common = {"ph": "X", "ts": ts, "dur": round(_micros(origin, record.end) - ts, 3)}
-            step_args = {
+        for record, phases in self.phases():
+            # 1. The step, and how the queues stood in it.
+            ts = round((record.start - origin) * 1e6, 3)
+            dur = round((record.end - origin) * 1e6 - ts, 3)
+            args: dict[str, Any] = {
                 "num_tokens": record.num_tokens,
                 "num_slices": len(record.slices),
                 "preempted": record.preempted,
             }
-            step = {"name": f"step {record.index}", "pid": engine, "tid": 0}
-            events.append({**step, **common, "args": step_args})
-            for name, values in (
-                ("free blocks", {"free": record.num_free_blocks}),
-                ("waiting", {"waiting": record.num_waiting}),
-                (
-                    "running",
-                    {"running": record.num_running, "prefilling": record.num_prefilling},
-                ),
+            add("X", f"step {record.index}", engine, 0, args, ts=ts, dur=dur)
+            running = {"running": record.num_running, "prefilling": record.num_prefilling}
+            add("C", "free blocks", engine, 0, {"free": record.num_free_blocks}, ts=ts)
+            add("C", "waiting", engine, 0, {"waiting": record.num_waiting}, ts=ts)
+            add("C", "running", engine, 0, running, ts=ts)
+            # 2. Its slices, each on its request's track.
+            sampled = set(record.sampled)
+            for (request_id, start_pos, num_tokens), phase in zip(
+                record.slices, phases, strict=True
             ):
-                events.append(
-                    {"name": name, "ph": "C", "ts": ts, "pid": engine, "tid": 0, "args": values}
-                )
-            for request_id in record.preempted:
-                decodes_from.pop(request_id, None)
-            for request_id, start_pos, num_tokens in record.slices:
                 if request_id not in tracks:
                     tracks[request_id] = len(tracks) + 1
-                    events.append(_name("thread_name", requests, tracks[request_id], request_id))
-                # A prompt's last chunk may be one token, so the size does not tell them apart.
-                is_decode = num_tokens == 1 and decodes_from.get(request_id) == start_pos
+                    name_track("thread_name", requests, tracks[request_id], request_id)
                 args = {
                     "step": record.index,
                     "start_pos": start_pos,
                     "num_tokens": num_tokens,
-                    "sampled": request_id in record.sampled,
+                    "sampled": request_id in sampled,
                 }
-                events.append(
-                    {
-                        "name": "decode" if is_decode else "prefill",
-                        "cat": "decode" if is_decode else "prefill",
-                        "pid": requests,
-                        "tid": tracks[request_id],
-                        **common,
-                        "args": args,
-                    }
-                )
-                if request_id in record.sampled:
-                    decodes_from[request_id] = start_pos + num_tokens
+                add("X", phase, requests, tracks[request_id], args, ts=ts, dur=dur)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def _origin(self) -> float:
@@ -182,14 +191,6 @@ class Trace:
 
 def _since(origin: float, time: float) -> float:
     return round(time - origin, 9)
-
-
-def _micros(origin: float, time: float) -> float:
-    return round((time - origin) * 1e6, 3)
-
-
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _write(path: str | Path, content: dict[str, Any]) -> None:
