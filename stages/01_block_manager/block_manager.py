@@ -38,7 +38,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(range(num_blocks))
-        self._owned: set[int] = set()
+        self._held: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -50,11 +50,12 @@ class BlockManager:
 
     def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
         """Whether `sequence`'s table could grow to hold its first `num_tokens` tokens."""
-        return self._num_missing(sequence, num_tokens) <= self.num_free_blocks
+        missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        return missing <= self.num_free_blocks
 
     # Invariant: allocation only appends. Blocks that hold K and V already keep their place:
     #
-    #     block_table   | owned already        | appended here         |
+    #     block_table   | held already         | appended here         |
     #     tokens        0 .. cached_token_count          .. num_tokens
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Grow `sequence.block_table` to hold its first `num_tokens` tokens.
@@ -62,14 +63,11 @@ class BlockManager:
         Raises:
             RuntimeError: too few free blocks; nothing has changed then.
         """
-        missing = self._num_missing(sequence, num_tokens)
-        if missing > self.num_free_blocks:
-            raise RuntimeError(
-                f"{sequence.request_id}: {missing} blocks needed, {self.num_free_blocks} free"
-            )
-        for _ in range(missing):
+        if not self.can_allocate(sequence, num_tokens):
+            raise RuntimeError(f"{sequence}: {num_tokens} tokens, {self.num_free_blocks} blocks")
+        while len(sequence.block_table) < self.num_blocks_for(num_tokens):
             block = self._free.popleft()
-            self._owned.add(block)
+            self._held.add(block)
             sequence.block_table.append(block)
 
     # Invariant: the blocks of one table come back together, and the table is empty afterwards,
@@ -80,13 +78,13 @@ class BlockManager:
         Raises:
             RuntimeError: its table names a block that is free already.
         """
-        for block in sequence.block_table:
-            if block not in self._owned:
-                raise RuntimeError(f"{sequence.request_id}: block {block} is free already")
-            self._owned.remove(block)
-            self._free.append(block)
+        for block in reversed(sequence.block_table):
+            self._release(block)
         sequence.block_table = []
         sequence.cached_token_count = 0
 
-    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, self.num_blocks_for(num_tokens) - len(sequence.block_table))
+    def _release(self, block: int) -> None:
+        if block not in self._held:
+            raise RuntimeError(f"block {block} is free already")
+        self._held.remove(block)
+        self._free.append(block)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from shared.checks import check_options
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine. Every number is checked here, so nothing behind the door has to.
+    """Options of an engine, checked when they are set.
 
     Attributes:
         block_size: token slots in one block of the KV cache.
@@ -16,8 +17,7 @@ class EngineConfig:
         max_num_seqs: sequences that may hold blocks at the same time.
         max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
-        memory_utilization: share of memory that `num_blocks=None` may use: on CUDA of the whole
-            device, weights and activations included; on CPU of the memory now available.
+        memory_utilization: share of memory that `num_blocks=None` may use, see `shared.memory`.
     """
 
     block_size: int = 16
@@ -28,15 +28,4 @@ class EngineConfig:
     memory_utilization: float | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name, kind, value = field.name, str(field.type).split()[0], getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            if kind == "int" and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-            if kind == "float" and (type(value) not in (int, float) or not 0 < value < math.inf):
-                raise ValueError(f"{name} must be a number above 0, got {value!r}")
-            if kind in ("bool", "str") and type(value).__name__ != kind:
-                raise ValueError(f"{name} must be a {kind}, got {value!r}")
-        if self.memory_utilization is not None and self.memory_utilization > 1:
-            raise ValueError(f"memory_utilization is a share, got {self.memory_utilization}")
+        check_options(self, shares=("memory_utilization",))

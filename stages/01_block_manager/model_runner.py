@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shared.memory import choose_num_blocks
 from shared.models import inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata
 from .block_manager import slot_mapping
 from .config import EngineConfig
-from .kv_cache import KVCache, bytes_per_block, free_memory
+from .kv_cache import KVCache
 from .scheduler import ScheduledBatch, Slice
 from .sequence import Sequence
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -34,38 +32,19 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model = model
         self.shape = inspect_model(model, config.max_model_len)
-        config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
-        num_blocks = config.num_blocks or self._choose_num_blocks(config)
-        self.config = dataclasses.replace(config, num_blocks=num_blocks)
+        self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
+        num_blocks = config.num_blocks or choose_num_blocks(self.shape, self.config, self._profile)
+        self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
 
-    def _choose_num_blocks(self, config: EngineConfig) -> int:
-        """Size the pool: as many blocks as fit in memory, at most what all seats could fill."""
-        assert config.max_model_len is not None
-        peak_bytes = 0
-        if self.shape.device.type == "cuda":
-            # The largest forward that can come, against a pool that only it needs.
-            num_tokens = min(config.max_num_batched_tokens, config.max_model_len)
-            sequence = Sequence("profile", [0] * num_tokens, 1)
-            sequence.block_table = list(range(-(-num_tokens // config.block_size)))
-            self.config = config
-            self.kv_cache = KVCache(self.shape, len(sequence.block_table), config.block_size)
-            torch.cuda.reset_peak_memory_stats()
-            self.run(ScheduledBatch([Slice(sequence, 0, num_tokens)]))
-            peak_bytes = torch.cuda.max_memory_allocated()
-            del self.kv_cache
-            torch.cuda.empty_cache()
-        block_bytes = bytes_per_block(self.shape, config.block_size)
-        budget = free_memory(self.shape.device, config.memory_utilization, peak_bytes)
-        useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
-        num_blocks = min(useful, budget // block_bytes)
-        if num_blocks < 1:
-            raise ValueError(f"no memory for one block of {block_bytes} bytes: {budget} bytes left")
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB (%.2f GiB may be used)",
-            *(num_blocks, config.block_size, num_blocks * block_bytes / 2**30, budget / 2**30),
-        )
-        return num_blocks
+    def _profile(self) -> None:
+        """Run the largest forward that can come, on a cache that only it needs."""
+        num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
+        sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
+        sequence.block_table = list(range(-(-num_tokens // self.config.block_size)))
+        self.kv_cache = KVCache(self.shape, len(sequence.block_table), self.config.block_size)
+        self.run(ScheduledBatch([Slice(sequence, 0, num_tokens)]))
+        del self.kv_cache
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> Tensor:

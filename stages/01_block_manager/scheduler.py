@@ -74,28 +74,24 @@ class Scheduler:
         """Refuse what could never finish; otherwise return the `max_tokens` to use.
 
         None asks for all the room that is left. The last generated token is never written to the
-        cache, so a request needs slots for one token less than it has in the end.
+        cache, so the cache needs one slot less than the sequence has tokens in the end.
 
         Raises:
             ValueError: the prompt alone, or with `max_tokens`, exceeds a limit.
         """
         num_slots = self.block_manager.num_blocks * self.block_manager.block_size
         room = min(self.max_model_len, num_slots + 1) - num_prompt_tokens
-        limits = f"max_model_len is {self.max_model_len}, the KV cache holds {num_slots} tokens"
-        if num_prompt_tokens < 1:
-            raise ValueError("the prompt is empty")
         if num_prompt_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, "
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}"
             )
-        if room < 1:
-            raise ValueError(f"a prompt of {num_prompt_tokens} tokens leaves no room: {limits}")
-        if max_tokens is not None and max_tokens > room:
+        if room < (max_tokens or 1):
             raise ValueError(
-                f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} do not fit: {limits}"
+                f"{num_prompt_tokens} prompt tokens and at least {max_tokens or 1} to generate do "
+                f"not fit: max_model_len is {self.max_model_len}, the KV cache has {num_slots} slots"
             )
-        return room if max_tokens is None else max_tokens
+        return max_tokens or room
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `check` let through."""

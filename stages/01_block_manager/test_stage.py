@@ -1,3 +1,3 @@
-"""Stage 01 keeps the contract of all stages."""
+"""The contract, on this stage."""
 
-from tests.contract import *  # noqa: F403
+from tests.contract import *

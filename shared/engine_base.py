@@ -1,0 +1,191 @@
+"""What every engine does around its `step`: requests in, outputs out, counts and trace.
+
+Knows neither tensors nor how a step is decided. A stage's engine derives from `EngineBase` and
+has a `scheduler`, a `block_manager`, `add_request`, `abort_request` and `_advance`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from tqdm import tqdm
+
+from .outputs import Request, RequestOutput
+from .prompts import encode, eos_token_ids
+from .sampling_params import SamplingParams
+from .trace import StepRecord, Trace
+
+Prompt = str | list[int]
+
+
+class EngineBase:
+    """The part of an engine that is the same in all stages.
+
+    Attributes:
+        trace: one `StepRecord` per step in `trace.steps`, the newest 10,000.
+    """
+
+    scheduler: Any
+    block_manager: Any
+    add_request: Callable[..., str]
+    abort_request: Callable[[str], bool]
+    _advance: Callable[[], None]
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.trace = Trace(max_steps=10_000)
+        self._vocab_size = model.config.get_text_config().vocab_size
+        self._eos_token_ids = eos_token_ids(model, tokenizer)
+        self._ids = count()
+        self._requests: dict[str, Request] = {}  # live ones
+        self._outbox: list[RequestOutput] = []  # not yet returned by `step`
+        self._inboxes: dict[str, list[RequestOutput]] = {}  # not yet taken by `stream`
+        self._totals = dict.fromkeys("steps tokens generated finished preemptions".split(), 0)
+
+    def _new_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        check: Callable[[int, int | None], int],
+    ) -> Request:
+        """Check everything about a request; it is live afterwards.
+
+        Args:
+            check: given the number of prompt tokens and `max_tokens`, returns the `max_tokens` to
+                use or raises ValueError.
+        """
+        arrival_time = time.perf_counter()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        prompt_token_ids = encode(prompt, self.tokenizer, self._vocab_size)
+        max_tokens = check(len(prompt_token_ids), params.max_tokens)
+        if request_id is None:
+            request_id = next(i for i in map(str, self._ids) if i not in self._requests)
+        elif not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        elif request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} is in use by a request that still runs")
+        self._requests[request_id] = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            max_tokens=max_tokens,
+            arrival_time=arrival_time,
+        )
+        return self._requests[request_id]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to compute or to return."""
+        return self.scheduler.has_unfinished() or bool(self._outbox)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; return an output for each request that got a token or ended."""
+        self._advance()
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def _deliver(self, request: Request) -> None:
+        self._inboxes.get(request.request_id, self._outbox).append(request.output())
+
+    def _record(self, batch: Any, start: float, end: float) -> None:
+        """Add a step to the trace and to the counts."""
+        running = self.scheduler.running
+        self._totals["steps"] += 1
+        self._totals["tokens"] += batch.num_tokens
+        self._totals["generated"] += len(batch.sampling)
+        self._totals["preemptions"] += len(batch.preempted)
+        tables = {s.request_id: s.block_table.copy() for s in running}
+        self.trace.add(
+            StepRecord(
+                index=self._totals["steps"] - 1,
+                start=start,
+                end=end,
+                slices=[(s.sequence.request_id, s.start_pos, s.num_tokens) for s in batch.slices],
+                sampled=[sequence.request_id for sequence in batch.sampling],
+                preempted=[sequence.request_id for sequence in batch.preempted],
+                num_free_blocks=self.block_manager.num_free_blocks,
+                num_waiting=len(self.scheduler.waiting),
+                num_running=len(running),
+                num_prefilling=sum(s.status.value == "prefilling" for s in running),
+                block_tables=tables if self.trace.record_blocks else None,
+            )
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Run all prompts to their ends; the outputs come in the order of the prompts.
+
+        Args:
+            prompts: one or several, each text or token ids.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a prompt is refused; none has started then.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not isinstance(sampling_params, list):
+            sampling_params = [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+
+        request_ids: list[str] = []
+        try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                request_ids.append(self.add_request(prompt, params))
+                self._inboxes[request_ids[-1]] = []
+            with tqdm(total=len(prompts), disable=not use_tqdm, unit="request") as progress:
+                while live := sum(request_id in self._requests for request_id in request_ids):
+                    progress.update(len(prompts) - live - progress.n)
+                    self._advance()
+                progress.update(len(prompts) - progress.n)
+            return [self._inboxes[request_id][-1] for request_id in request_ids]
+        finally:
+            for request_id in request_ids:
+                self.abort_request(request_id)
+                self._inboxes.pop(request_id, None)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Add a request now and iterate over its outputs. Closing the iterator aborts it.
+
+        Several streams may be read in turn: reading one drives the whole engine.
+        """
+        request_id = self.add_request(prompt, sampling_params)
+        self._inboxes[request_id] = []
+        return self._take(request_id)
+
+    def _take(self, request_id: str) -> Iterator[RequestOutput]:
+        inbox = self._inboxes[request_id]
+        try:
+            while inbox or request_id in self._requests:
+                if inbox:
+                    yield inbox.pop(0)
+                else:
+                    self._advance()
+        finally:
+            self.abort_request(request_id)
+            del self._inboxes[request_id]
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the engine was made, and what it holds now."""
+        return {
+            **self._totals,
+            "waiting": len(self.scheduler.waiting),
+            "running": len(self.scheduler.running),
+            "num_blocks": self.block_manager.num_blocks,
+            "free_blocks": self.block_manager.num_free_blocks,
+        }

@@ -1,0 +1,94 @@
+"""Attention over the paged KV cache: write, then read K and V where they lie.
+
+Knows tensors and block tables, but no sequence and no scheduler. `transformers` calls
+`paged_attention` in every layer with the `AttentionMetadata` of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from .kv_cache import KVCache
+
+IMPLEMENTATION = __package__.replace(".", "_")  # our name in transformers' list of attentions
+
+
+@dataclass
+class AttentionMetadata:
+    """Where the T rows of one flattened forward lie in the cache. They belong to n slices.
+
+    Attributes:
+        kv_cache: the pool that is written and read.
+        slots: int64 `[T]`, where each row's key and value go; -1 writes nothing.
+        query_start_loc: int32 `[n + 1]`, row offsets; slice i has the rows `[i] .. [i + 1]`.
+        context_lens: int32 `[n]`, tokens each slice attends to: all up to its own last one.
+        block_tables: int32 `[n, max_blocks]`, padded with zeros.
+        num_decodes: how many slices at the front have one row.
+        max_query_len, max_context_len: at least the largest; they size the kernels' grids.
+        kernels: the backend's module, see `backends`.
+    """
+
+    kv_cache: KVCache
+    slots: Tensor
+    query_start_loc: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    num_decodes: int
+    max_query_len: int
+    max_context_len: int
+    kernels: ModuleType
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    attn_metadata: AttentionMetadata,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """One layer's attention, in the form that `transformers.AttentionInterface` asks for.
+
+    Args:
+        query: `[1, num_heads, T, head_dim]`.
+        key, value: `[1, num_kv_heads, T, head_dim]`.
+        scaling: factor on the scores; None is `head_dim ** -0.5`.
+
+    Returns:
+        `[1, T, num_heads, head_dim]`, and no attention weights.
+    """
+    meta = attn_metadata
+    k_cache, v_cache = meta.kv_cache.layer(module.layer_idx)
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    kernels, n = meta.kernels, meta.num_decodes
+
+    # 1. Write first: a token attends to itself through the cache like to any other.
+    kernels.store_kv(key, value, k_cache, v_cache, meta.slots)
+
+    # 2. Nothing is copied together: the kernels walk the block tables. The slices of one row, in
+    # front, and the longer ones behind them each have a kernel made for their shape.
+    output = torch.empty_like(query)
+    if n > 0:
+        output[:n] = kernels.paged_decode(
+            *(query[:n], k_cache, v_cache, meta.block_tables[:n], meta.context_lens[:n]),
+            *(meta.max_context_len, scaling),
+        )
+    if n < len(query):
+        output[n:] = kernels.paged_prefill(
+            *(query[n:], key[n:], value[n:], k_cache, v_cache, meta.block_tables[n:]),
+            *(meta.context_lens[n:], meta.query_start_loc[n:] - n, meta.max_query_len, scaling),
+        )
+    return output[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)

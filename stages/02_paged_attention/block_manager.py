@@ -1,0 +1,90 @@
+"""Which blocks of the KV cache are free, and which sequence owns the others.
+
+Knows block ids and counts, never what the blocks hold: no tensor, no model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .sequence import Sequence
+
+
+def slot_mapping(
+    block_table: list[int], start_pos: int, num_tokens: int, block_size: int
+) -> list[int]:
+    """Cache slots of the tokens `start_pos .. start_pos + num_tokens` of one sequence.
+
+    The index `t` counts from the start of the whole sequence, never from the start of a slice: a
+    slice may begin in the middle of a block, and the token before it lies right in front of it.
+
+        t              0  1  2  3 | 4  5  6  7 | 8  9          block_size 4, block_table [7, 2, 5]
+        slot          28 29 30 31 | 8  9 10 11 |20 21
+    """
+    return [
+        block_table[t // block_size] * block_size + t % block_size
+        for t in range(start_pos, start_pos + num_tokens)
+    ]
+
+
+class BlockManager:
+    """Hands out the `num_blocks` blocks of a pool, `block_size` token slots each.
+
+    Invariant, before and after each method: every block is free or in exactly one block table,
+    never both, never twice.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = deque(range(num_blocks))
+        self._held: set[int] = set()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens. The one formula, at the door and ever after."""
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether `sequence`'s table could grow to hold its first `num_tokens` tokens."""
+        missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        return missing <= self.num_free_blocks
+
+    # Invariant: allocation only appends. Blocks that hold K and V already keep their place:
+    #
+    #     block_table   | held already         | appended here         |
+    #     tokens        0 .. cached_token_count          .. num_tokens
+    def allocate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Grow `sequence.block_table` to hold its first `num_tokens` tokens.
+
+        Raises:
+            RuntimeError: too few free blocks; nothing has changed then.
+        """
+        if not self.can_allocate(sequence, num_tokens):
+            raise RuntimeError(f"{sequence}: {num_tokens} tokens, {self.num_free_blocks} blocks")
+        while len(sequence.block_table) < self.num_blocks_for(num_tokens):
+            block = self._free.popleft()
+            self._held.add(block)
+            sequence.block_table.append(block)
+
+    # Invariant: the blocks of one table come back together, and the table is empty afterwards,
+    # so a second call finds nothing to free.
+    def free(self, sequence: Sequence) -> None:
+        """Take back all blocks of `sequence`.
+
+        Raises:
+            RuntimeError: its table names a block that is free already.
+        """
+        for block in reversed(sequence.block_table):
+            self._release(block)
+        sequence.block_table = []
+        sequence.cached_token_count = 0
+
+    def _release(self, block: int) -> None:
+        if block not in self._held:
+            raise RuntimeError(f"block {block} is free already")
+        self._held.remove(block)
+        self._free.append(block)

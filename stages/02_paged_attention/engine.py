@@ -1,0 +1,113 @@
+"""The engine: takes requests, drives scheduler and model runner, hands out tokens.
+
+Knows no tensor: what the runner computes goes to the sampler unopened. What is no stage's subject
+(ids, outputs, `generate`, `stream`) is in `shared.engine_base`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from shared.engine_base import EngineBase, Prompt
+from shared.models import load_model
+from shared.sampler import Sampler
+from shared.sampling_params import SamplingParams
+
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .model_runner import ModelRunner
+from .scheduler import Scheduler
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine(EngineBase):
+    """Serves many requests at once from one model.
+
+    Args:
+        model: a name for `shared.models.load_model`, or a loaded `(model, tokenizer)` pair. The
+            tokenizer may be None; prompts are then token ids, and outputs have no text.
+        device: "auto", "cpu" or "cuda"; like `dtype` only for a model given by name.
+        dtype: "auto", "float32", "bfloat16" or "float16".
+        options: the fields of `EngineConfig`.
+    """
+
+    def __init__(self, model="smollm2", *, device="auto", dtype="auto", **options) -> None:
+        config = EngineConfig(**options)
+        if isinstance(model, str):
+            model = load_model(model, device=device, dtype=dtype)
+        super().__init__(*model)
+        self.model_runner = ModelRunner(model[0], config)
+        self.config = config = self.model_runner.config
+        self.block_manager = BlockManager(config.num_blocks, config.block_size)
+        self.scheduler = Scheduler(config, self.block_manager)
+        self.sampler = Sampler()
+        self._sequences: dict[str, Sequence] = {}  # live ones
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request and return its id.
+
+        Raises:
+            ValueError: the prompt is empty, has an id outside the vocabulary or can never fit;
+                or `request_id` names a live request. Nothing has changed then.
+        """
+        request = self._new_request(prompt, sampling_params, request_id, self.scheduler.check)
+        request_id = request.request_id
+        sequence = Sequence(request_id, request.prompt_token_ids, request.max_tokens)
+        self._sequences[request_id] = sequence
+        self.scheduler.add(sequence)
+        return request_id
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request now, in whatever state it is. False if there is no such live request.
+
+        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
+        """
+        if request_id not in self._requests:
+            return False
+        self._finish(request_id, "abort", time.perf_counter())
+        return True
+
+    def _advance(self) -> None:
+        # 1. Decide.
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if not batch.slices:
+            return
+        requests = [self._requests[sequence.request_id] for sequence in batch.sampling]
+
+        # 2. Compute. What fails here fails for this batch only: what its slices wrote cannot be
+        # trusted, so their requests end; all others go on.
+        try:
+            logits = self.model_runner.run(batch)
+            sampled = self.sampler.sample(logits, requests)
+        except Exception:
+            logger.exception("a step failed; its %d requests end", len(batch.slices))
+            for s in batch.slices:
+                self._finish(s.sequence.request_id, "error", time.perf_counter())
+            return
+        end = time.perf_counter()
+
+        # 3. Record, and hand out the tokens.
+        self.scheduler.commit(batch, [token.token_id for token in sampled])
+        self._record(batch, start, end)
+        for request, token in zip(requests, sampled, strict=True):
+            reason = request.append(token, end)
+            if reason:
+                self._finish(request.request_id, reason, end)
+            else:
+                self._deliver(request)
+
+    def _finish(self, request_id: str, reason: str, now: float) -> None:
+        self.scheduler.finish(self._sequences.pop(request_id), reason)
+        request = self._requests.pop(request_id)
+        request.finish(reason, now)
+        self._totals["finished"] += 1
+        self._deliver(request)

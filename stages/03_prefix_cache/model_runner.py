@@ -1,0 +1,125 @@
+"""The one room where sequences meet tensors: turns a scheduled batch into one forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.memory import choose_num_blocks
+from shared.models import inspect_model
+
+from .attention import IMPLEMENTATION, AttentionMetadata
+from .backends import load_kernels
+from .block_manager import slot_mapping
+from .config import EngineConfig
+from .cuda_graph import DecodeGraphs
+from .kv_cache import KVCache
+from .scheduler import ScheduledBatch, Slice
+from .sequence import Sequence
+
+
+class ModelRunner:
+    """Owns the KV cache and calls the model.
+
+    `config` is the given one with `num_blocks` and `max_model_len` filled in.
+
+    Raises:
+        ValueError: the model needs something that the attention lacks, or the pool would be empty.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
+        self.model = model
+        self.shape = inspect_model(model, config.max_model_len)
+        self.kernels = load_kernels(config.attention_backend, self.shape.device)
+        self.graphs: DecodeGraphs | None = None
+        self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
+        num_blocks = config.num_blocks or choose_num_blocks(self.shape, self.config, self._profile)
+        self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
+        self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
+        if getattr(self.kernels, "CUDA_GRAPHS", False) and not config.enforce_eager:
+            self.graphs = DecodeGraphs(self._forward, self.config, self.kv_cache, self.kernels)
+
+    def _profile(self) -> None:
+        """Run the largest forward that can come, on a cache that only it needs."""
+        num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
+        sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
+        sequence.block_table = list(range(-(-num_tokens // self.config.block_size)))
+        self.kv_cache = KVCache(self.shape, len(sequence.block_table), self.config.block_size)
+        self.run(ScheduledBatch([Slice(sequence, 0, num_tokens)]))
+        del self.kv_cache
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> Tensor:
+        """Compute all slices of `batch` in one forward; their keys and values go to the cache.
+
+        Returns:
+            Logits `[len(batch.sampling), vocab_size]`, in that order.
+        """
+        inputs = self._prepare(batch.slices)
+        if self.graphs and self.graphs.fit(inputs):
+            return self.graphs.replay(inputs)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: dict[str, Any]) -> Tensor:
+        if self.model.config._attn_implementation != IMPLEMENTATION:
+            self.model.set_attn_implementation(IMPLEMENTATION)  # several engines may share a model
+        return self.model(**inputs, use_cache=False).logits[0]
+
+    # Each slice is a run of rows; the position of a row is its token's index in its own sequence.
+    #
+    #     slices            A 0..3         | B 7..8 | C 0..2          (start_pos .. end_pos)
+    #     input_ids         a0   a1   a2   | b7     | c0   c1
+    #     position_ids      0    1    2    | 7      | 0    1
+    #     query_start_loc   0                3        4        6
+    #     context_lens      3                8        2
+    def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
+        """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
+        input_ids: list[int] = []
+        position_ids: list[int] = []
+        slots: list[int] = []
+        logit_rows: list[int] = []
+        query_start_loc = [0]
+        for s in slices:
+            input_ids += s.sequence.token_ids[s.start_pos : s.end_pos]
+            position_ids += range(s.start_pos, s.end_pos)
+            slots += slot_mapping(
+                s.sequence.block_table, s.start_pos, s.num_tokens, self.config.block_size
+            )
+            query_start_loc.append(len(input_ids))
+            if s.end_pos == s.sequence.num_tokens:
+                logit_rows.append(len(input_ids) - 1)
+
+        tables = [s.sequence.block_table for s in slices]
+        width = max(map(len, tables))
+        rows = self._tensor([input_ids, position_ids, slots])
+        context_lens = [s.end_pos for s in slices]
+        lens = self._tensor([query_start_loc, [*context_lens, 0]], torch.int32)
+        query_lens = [s.num_tokens for s in slices]
+        tables = [table + [0] * (width - len(table)) for table in tables]
+        metadata = AttentionMetadata(
+            kv_cache=self.kv_cache,
+            slots=rows[2],
+            query_start_loc=lens[0],
+            context_lens=lens[1, :-1],
+            block_tables=self._tensor(tables, torch.int32),
+            num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(slices)),
+            max_query_len=max(query_lens),
+            max_context_len=max(context_lens),
+            kernels=self.kernels,
+        )
+        return {
+            "input_ids": rows[0:1],
+            "position_ids": rows[1:2],
+            "logits_to_keep": self._tensor(logit_rows),
+            "attn_metadata": metadata,
+        }
+
+    def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
+        """From pinned memory the copy to the device does not wait for what runs there."""
+        device = self.shape.device
+        pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)

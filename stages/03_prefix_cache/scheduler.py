@@ -1,0 +1,189 @@
+"""Who computes what in the next step.
+
+Decides with three budgets: tokens of one step, sequences that hold blocks, free blocks. Knows no
+tensor and no text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .block_manager import BlockManager
+from .config import EngineConfig
+from .sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Tokens `start_pos .. end_pos` of one sequence, to be computed in one step.
+
+    Prefill and decode are the same thing: a decode is a slice of one.
+    """
+
+    sequence: Sequence
+    start_pos: int
+    num_tokens: int
+
+    @property
+    def end_pos(self) -> int:
+        return self.start_pos + self.num_tokens
+
+
+@dataclass
+class ScheduledBatch:
+    """What one step computes. Empty when there is nothing to do.
+
+    Attributes:
+        slices: at most one per sequence, in arrival order.
+        sampling: the sequences that get a token: those whose slice ends at their last known token.
+        preempted: sequences that lost their blocks to make this batch possible.
+    """
+
+    slices: list[Slice]
+    preempted: list[Sequence] = field(default_factory=list)
+    sampling: list[Sequence] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sampling = [s.sequence for s in self.slices if s.end_pos == s.sequence.num_tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.slices)
+
+
+class Scheduler:
+    """First come, first served, whole prompts before decodes.
+
+    Invariant: `running` followed by `waiting` is in arrival order. The oldest request is therefore
+    never the one that has to give blocks up, so it always advances, and so in the end do all.
+    """
+
+    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+        assert config.max_model_len is not None
+        self.max_model_len = config.max_model_len
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        # Each running sequence decodes a token a step, so more seats than tokens would be idle.
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_prompt_tokens = self.num_hit_tokens = 0  # of all sequences admitted so far
+
+    def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """Refuse what could never finish; otherwise return the `max_tokens` to use.
+
+        None asks for all the room that is left. The last generated token is never written to the
+        cache, so the cache needs one slot less than the sequence has tokens in the end.
+
+        Raises:
+            ValueError: the prompt alone, or with `max_tokens`, exceeds a limit.
+        """
+        num_slots = self.block_manager.num_blocks * self.block_manager.block_size
+        room = min(self.max_model_len, num_slots + 1) - num_prompt_tokens
+        if num_prompt_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens, "
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}"
+            )
+        if room < (max_tokens or 1):
+            raise ValueError(
+                f"{num_prompt_tokens} prompt tokens and at least {max_tokens or 1} to generate do "
+                f"not fit: max_model_len is {self.max_model_len}, the KV cache has {num_slots} slots"
+            )
+        return max_tokens or room
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that `check` let through."""
+        self.waiting.append(sequence)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the slices of the next step and allocate the blocks they write to.
+
+        Apart from preemption nothing else changes until `commit`: a step that is given up half-way
+        can be scheduled again.
+        """
+        prefills = self._schedule_prefills()
+        if prefills:
+            return ScheduledBatch(prefills)
+        return self._schedule_decodes()
+
+    # Invariant: the head of `waiting` is admitted before anyone behind it, or nobody is. Skipping
+    # it while it does not fit would let short requests starve a long one.
+    def _schedule_prefills(self) -> list[Slice]:
+        slices: list[Slice] = []
+        budget = self.max_num_batched_tokens
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            prefix = self.block_manager.find_prefix(sequence)
+            start_pos = len(prefix) * self.block_manager.block_size
+            num_tokens = sequence.num_tokens - start_pos  # what is found costs no budget
+            # A preempted sequence may have outgrown the budget by what it has generated. It is
+            # computed again in a step of its own.
+            if num_tokens > budget and slices:
+                break
+            if not self.block_manager.can_allocate(sequence, sequence.num_tokens, prefix):
+                break
+            self.block_manager.allocate(sequence, sequence.num_tokens, prefix)
+            if sequence.num_hit_tokens is None:  # finding its own blocks again is no hit
+                sequence.num_hit_tokens = start_pos
+                self.num_prompt_tokens += sequence.num_prompt_tokens
+                self.num_hit_tokens += start_pos
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            slices.append(Slice(sequence, start_pos, num_tokens))
+            budget -= num_tokens
+        return slices
+
+    # Invariant: blocks flow from the youngest to the oldest.
+    #
+    #     running   | have their slot | asks now | may have to give up |
+    #               0                 i          i + 1               end
+    def _schedule_decodes(self) -> ScheduledBatch:
+        slices: list[Slice] = []
+        preempted: list[Sequence] = []
+        while len(slices) < len(self.running):
+            sequence = self.running[len(slices)]
+            start_pos = sequence.cached_token_count
+            if self.block_manager.can_allocate(sequence, start_pos + 1):
+                self.block_manager.allocate(sequence, start_pos + 1)
+                slices.append(Slice(sequence, start_pos, 1))
+            else:
+                preempted.append(self._preempt_youngest())
+        return ScheduledBatch(slices, preempted)
+
+    def _preempt_youngest(self) -> Sequence:
+        """Take the blocks of the running sequence that arrived last; it keeps its tokens."""
+        sequence = self.running.pop()
+        self.block_manager.free(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+        return sequence
+
+    def commit(self, batch: ScheduledBatch, token_ids: Iterable[int]) -> None:
+        """Record that the step was computed: its K and V are in the cache.
+
+        Args:
+            batch: what `schedule` returned.
+            token_ids: one sampled token for each of `batch.sampling`, in that order.
+        """
+        for s in batch.slices:
+            s.sequence.cached_token_count = s.end_pos
+            if self.enable_prefix_caching:  # only now: an unwritten block must not be found
+                self.block_manager.publish(s.sequence, s.start_pos)
+        for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
+            sequence.token_ids.append(token_id)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence in whatever state it is; its blocks come back at once."""
+        queue = self.waiting if sequence.status is SequenceStatus.WAITING else self.running
+        queue.remove(sequence)
+        self.block_manager.free(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
