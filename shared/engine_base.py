@@ -1,7 +1,7 @@
 """What every engine does around its `step`: requests in, outputs out, counts and trace.
 
 Knows neither tensors nor how a step is decided. A stage's engine derives from `EngineBase` and
-has a `scheduler`, a `block_manager`, `add_request`, `abort_request` and `_advance`.
+has a `scheduler`, a `block_manager`, `add_request` and `_advance`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class EngineBase:
     scheduler: Any
     block_manager: Any
     add_request: Callable[..., str]
-    abort_request: Callable[[str], bool]
     _advance: Callable[[], None]
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -40,7 +39,8 @@ class EngineBase:
         self._vocab_size = model.config.get_text_config().vocab_size
         self._eos_token_ids = eos_token_ids(model, tokenizer)
         self._ids = count()
-        self._requests: dict[str, Request] = {}  # live ones
+        self._requests: dict[str, Request] = {}  # live ones, like the next
+        self._sequences: dict[str, Any] = {}
         self._outbox: list[RequestOutput] = []  # not yet returned by `step`
         self._inboxes: dict[str, list[RequestOutput]] = {}  # not yet taken by `stream`
         self._totals = dict.fromkeys("steps tokens generated finished preemptions".split(), 0)
@@ -81,6 +81,16 @@ class EngineBase:
         )
         return self._requests[request_id]
 
+    def abort_request(self, request_id: str) -> bool:
+        """End a request now, in whatever state it is. False if there is no such live request.
+
+        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
+        """
+        if request_id not in self._requests:
+            return False
+        self._finish(request_id, "abort", time.perf_counter())
+        return True
+
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to compute or to return."""
         return self.scheduler.has_unfinished() or bool(self._outbox)
@@ -90,6 +100,13 @@ class EngineBase:
         self._advance()
         outputs, self._outbox = self._outbox, []
         return outputs
+
+    def _finish(self, request_id: str, reason: str, now: float) -> None:
+        self.scheduler.finish(self._sequences.pop(request_id), reason)
+        request = self._requests.pop(request_id)
+        request.finish(reason, now)
+        self._totals["finished"] += 1
+        self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
         self._inboxes.get(request.request_id, self._outbox).append(request.output())
@@ -179,6 +196,24 @@ class EngineBase:
         finally:
             self.abort_request(request_id)
             del self._inboxes[request_id]
+
+    def progress(self, request_id: str) -> dict[str, Any] | None:
+        """How far a live request has got inside, however little it has shown; None if not live.
+
+        A request without a first token may not have begun, or be half done: only the engine knows.
+        `seconds` is the time since its arrival.
+        """
+        if request_id not in self._requests:
+            return None
+        sequence, request = self._sequences[request_id], self._requests[request_id]
+        return {
+            "state": sequence.status.value,
+            "prefilled_tokens": min(sequence.cached_token_count, sequence.num_prompt_tokens),
+            "prompt_tokens": sequence.num_prompt_tokens,
+            "generated_tokens": len(request.token_ids),
+            "blocks_held": len(sequence.block_table),
+            "seconds": time.perf_counter() - request.metrics.arrival_time,
+        }
 
     def stats(self) -> dict[str, int]:
         """Counts since the engine was made, and what it holds now."""

@@ -44,7 +44,6 @@ class LLMEngine(EngineBase):
         self.block_manager = BlockManager(config.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.block_manager)
         self.sampler = Sampler()
-        self._sequences: dict[str, Sequence] = {}  # live ones
 
     def add_request(
         self,
@@ -64,16 +63,6 @@ class LLMEngine(EngineBase):
         self._sequences[request_id] = sequence
         self.scheduler.add(sequence)
         return request_id
-
-    def abort_request(self, request_id: str) -> bool:
-        """End a request now, in whatever state it is. False if there is no such live request.
-
-        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
-        """
-        if request_id not in self._requests:
-            return False
-        self._finish(request_id, "abort", time.perf_counter())
-        return True
 
     def _advance(self) -> None:
         # 1. Decide.
@@ -104,10 +93,3 @@ class LLMEngine(EngineBase):
                 self._finish(request.request_id, reason, end)
             else:
                 self._deliver(request)
-
-    def _finish(self, request_id: str, reason: str, now: float) -> None:
-        self.scheduler.finish(self._sequences.pop(request_id), reason)
-        request = self._requests.pop(request_id)
-        request.finish(reason, now)
-        self._totals["finished"] += 1
-        self._deliver(request)

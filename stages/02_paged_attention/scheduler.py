@@ -88,8 +88,8 @@ class Scheduler:
             )
         if room < (max_tokens or 1):
             raise ValueError(
-                f"{num_prompt_tokens} prompt tokens and at least {max_tokens or 1} to generate do "
-                f"not fit: max_model_len is {self.max_model_len}, the KV cache has {num_slots} slots"
+                f"{num_prompt_tokens} prompt tokens and {max_tokens or 1} to generate do not fit: "
+                f"max_model_len is {self.max_model_len}, the KV cache has {num_slots} slots"
             )
         return max_tokens or room
 

@@ -24,6 +24,7 @@ class EngineConfig:
         max_prefill_chunk_size: prompt tokens of one sequence computed in one step; None is 512 on
             CUDA, 256 on CPU.
         max_decode_share: decode's part of `max_num_batched_tokens` while prompts wait; None is all.
+        target_step_ms: choose chunks so that a step takes this long; None is off.
         reserve_full_prompt: allocate a prompt's blocks all at once, not chunk by chunk.
     """
 
@@ -38,6 +39,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_prefill_chunk_size: int | None = None
     max_decode_share: float | None = None
+    target_step_ms: float | None = None
     reserve_full_prompt: bool = False
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from shared.engine_base import EngineBase, Prompt
 from shared.models import load_model
 from shared.sampler import Sampler
 from shared.sampling_params import SamplingParams
+from shared.step_time import StepTimeModel
 
 from .block_manager import BlockManager
 from .config import EngineConfig
@@ -43,8 +44,8 @@ class LLMEngine(EngineBase):
         self.config = config = self.model_runner.config
         self.block_manager = BlockManager(config.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.block_manager)
+        self.scheduler.step_time = StepTimeModel() if config.target_step_ms else None
         self.sampler = Sampler()
-        self._sequences: dict[str, Sequence] = {}  # live ones
 
     def add_request(
         self,
@@ -66,16 +67,6 @@ class LLMEngine(EngineBase):
         self.scheduler.add(sequence)
         return request_id
 
-    def abort_request(self, request_id: str) -> bool:
-        """End a request now, in whatever state it is. False if there is no such live request.
-
-        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
-        """
-        if request_id not in self._requests:
-            return False
-        self._finish(request_id, "abort", time.perf_counter())
-        return True
-
     def _advance(self) -> None:
         # 1. Decide.
         start = time.perf_counter()
@@ -96,6 +87,9 @@ class LLMEngine(EngineBase):
             return
         end = time.perf_counter()
 
+        if self.scheduler.step_time:
+            self.scheduler.step_time.observe(batch.slices, end - start)
+
         # 3. Record, and hand out the tokens.
         for request, sequence in zip(requests, batch.sampling, strict=True):
             request.metrics.num_cached_tokens = sequence.num_hit_tokens or 0
@@ -108,22 +102,16 @@ class LLMEngine(EngineBase):
             else:
                 self._deliver(request)
 
-    def _finish(self, request_id: str, reason: str, now: float) -> None:
-        self.scheduler.finish(self._sequences.pop(request_id), reason)
-        request = self._requests.pop(request_id)
-        request.finish(reason, now)
-        self._totals["finished"] += 1
-        self._deliver(request)
-
     def reset_prefix_cache(self) -> int:
         """Forget the cached prefixes that nobody holds; return how many blocks held them."""
         return self.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:
-        """As in stage 02, and how well the prefix cache does."""
+        """As in stage 02, how well the prefix cache does, and what is half done."""
         return super().stats() | {
             "cached_blocks": self.block_manager.num_cached_blocks,
             "evictions": self.block_manager.num_evictions,
             "prompt_tokens": self.scheduler.num_prompt_tokens,
             "hit_tokens": self.scheduler.num_hit_tokens,
+            "prefilling": sum(s.status.value == "prefilling" for s in self.scheduler.running),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .block_manager import BlockManager
 from .config import EngineConfig
@@ -56,8 +57,9 @@ class ScheduledBatch:
 class Scheduler:
     """First come, first served; decodes before prompts, prompts in chunks.
 
-    Invariant: `running` (PREFILLING and RUNNING) followed by `waiting` is in arrival order. The oldest request is therefore
-    never the one that has to give blocks up, so it always advances, and so in the end do all.
+    Invariant: `running` (PREFILLING and RUNNING) followed by `waiting` is in arrival order. The
+    oldest request is therefore never the one that has to give blocks up, so it always advances,
+    and so in the end do all.
     """
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
@@ -67,6 +69,8 @@ class Scheduler:
         self.max_num_decodes = int(config.max_num_batched_tokens * (config.max_decode_share or 1))
         self.max_prefill_chunk_size = config.max_prefill_chunk_size or config.max_num_batched_tokens
         self.reserve_full_prompt = config.reserve_full_prompt
+        self.target_step_ms = config.target_step_ms
+        self.step_time: Any = None  # the engine's model of step times, if there is a target
         self.num_steps = 0
         # Each running sequence decodes a token a step, so more seats than tokens would be idle.
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -89,8 +93,8 @@ class Scheduler:
         room = min(self.max_model_len, num_slots + 1) - num_prompt_tokens
         if room < (max_tokens or 1):
             raise ValueError(
-                f"{num_prompt_tokens} prompt tokens and at least {max_tokens or 1} to generate do "
-                f"not fit: max_model_len is {self.max_model_len}, the KV cache has {num_slots} slots"
+                f"{num_prompt_tokens} prompt tokens and {max_tokens or 1} to generate do not fit: "
+                f"max_model_len is {self.max_model_len}, the KV cache has {num_slots} slots"
             )
         return max_tokens or room
 
@@ -121,30 +125,26 @@ class Scheduler:
                 sequence.last_step = self.num_steps
             else:
                 preempted.append(self._preempt_youngest())
-        budget = self.max_num_batched_tokens - len(batch)
 
         # 2. Prompts under way before new ones: they hold blocks and have shown nothing for it yet.
         for sequence in [s for s in self.running if s.status is SequenceStatus.PREFILLING]:
             start_pos = sequence.cached_token_count
-            num_tokens = self._chunk_len(sequence, start_pos, budget)
-            if sequence.status is not SequenceStatus.PREFILLING or num_tokens == 0:
-                break  # it was preempted, and so were all behind it; or the budget is spent
+            num_tokens = self._chunk_len(sequence, start_pos, batch)
+            if num_tokens == 0 or sequence.status is not SequenceStatus.PREFILLING:
+                break  # the budget is spent; or it was preempted, and so were all behind it
             if not self._make_room(sequence, start_pos + num_tokens, batch, preempted):
-                budget = 0  # nobody younger may take the blocks that it waits for
-                break
+                # Nobody younger may take the blocks that it waits for.
+                return ScheduledBatch(list(batch.values()), preempted)
             batch[sequence] = Slice(sequence, start_pos, num_tokens)
-            budget -= num_tokens
 
         # 3. New prompts, unless blocks are so short that somebody had to give some back.
-        while self.waiting and budget > 0 and not preempted:
+        while self.waiting and not preempted and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             prefix = self.block_manager.find_prefix(sequence)
             start_pos = len(prefix) * self.block_manager.block_size
-            num_tokens = self._chunk_len(sequence, start_pos, budget)  # what is found is free
+            num_tokens = self._chunk_len(sequence, start_pos, batch)
             end_pos = sequence.num_tokens if self.reserve_full_prompt else start_pos + num_tokens
-            if len(self.running) == self.max_num_seqs or not self.block_manager.can_allocate(
-                sequence, end_pos, prefix
-            ):
+            if num_tokens == 0 or not self.block_manager.can_allocate(sequence, end_pos, prefix):
                 break
             self.block_manager.allocate(sequence, end_pos, prefix)
             if sequence.num_hit_tokens is None:  # finding its own blocks again is no hit
@@ -155,7 +155,6 @@ class Scheduler:
             self.running.append(sequence)
             sequence.status = SequenceStatus.PREFILLING
             batch[sequence] = Slice(sequence, start_pos, num_tokens)
-            budget -= num_tokens
         return ScheduledBatch(list(batch.values()), preempted)
 
     def _choose_decodes(self) -> list[Sequence]:
@@ -170,9 +169,14 @@ class Scheduler:
             return decodes
         return sorted(decodes, key=lambda s: s.last_step)[: max(1, self.max_num_decodes)]
 
-    def _chunk_len(self, sequence: Sequence, start_pos: int, budget: int) -> int:
-        """Tokens of a sequence to compute from `start_pos` on, when `budget` is left."""
-        return min(sequence.num_tokens - start_pos, self.max_prefill_chunk_size, budget)
+    def _chunk_len(self, sequence: Sequence, start_pos: int, batch: dict[Sequence, Slice]) -> int:
+        """How many tokens of `sequence` to compute from `start_pos` on, beside those of `batch`."""
+        budget = self.max_num_batched_tokens - sum(s.num_tokens for s in batch.values())
+        chunk_len = min(sequence.num_tokens - start_pos, self.max_prefill_chunk_size, budget)
+        if self.step_time is None or chunk_len == 0:
+            return chunk_len
+        seconds = self.target_step_ms / 1000
+        return self.step_time.longest_chunk(batch.values(), start_pos, chunk_len, seconds)
 
     # Invariant: blocks flow from the youngest to the oldest, whatever their states are.
     #
@@ -184,7 +188,7 @@ class Scheduler:
         batch: dict[Sequence, Slice],
         preempted: list[Sequence],
     ) -> bool:
-        """Allocate for the first `num_tokens` tokens; False if `sequence` itself is the youngest."""
+        """Grow its table to `num_tokens` tokens; False if no younger one is left to take from."""
         while not self.block_manager.can_allocate(sequence, num_tokens):
             if self.running[-1] is sequence:
                 return False
