@@ -66,19 +66,12 @@ def paged_attention(
     store_kv(key, value, k_cache, v_cache, meta.slots)
 
     # 2. Copy each sequence's blocks together, then attend as if they had always been contiguous.
-    return gather_and_attend(query, k_cache, v_cache, meta, scaling)[None], None
-
-
-def gather_and_attend(
-    query: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scaling: float | None
-) -> Tensor:
-    """Each slice's attention in turn. Rows `[T, num_heads, head_dim]` in and out."""
     output = torch.empty_like(query)
     for i, context_len in enumerate(meta.context_lens):
         rows = slice(meta.query_start_loc[i], meta.query_start_loc[i + 1])
         k, v = gather_kv(k_cache, v_cache, meta.block_tables[i], context_len)
         output[rows] = attend(query[rows], k, v, scaling)
-    return output
+    return output[None], None
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

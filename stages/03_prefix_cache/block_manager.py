@@ -1,18 +1,16 @@
-"""Which blocks of the KV cache are free, who holds the others, and which prefixes they contain.
+"""Which blocks of the KV cache are free, which sequences hold the others, what they contain.
 
-Knows block ids, counts and the token ids behind a block's content: no tensor, no model.
+Knows block ids, counts, and token ids for what the blocks hold: no tensor, no model.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict, abc
+from collections import OrderedDict
 from typing import NamedTuple
 
 from .sequence import Sequence
-
-Blocks = abc.Sequence[int]
 
 
 def slot_mapping(
@@ -48,10 +46,9 @@ class Content(NamedTuple):
 class BlockManager:
     """Hands out the `num_blocks` blocks of a pool, `block_size` token slots each.
 
-    Invariants, before and after each method:
-    - a block's reference count is the number of tables it is in; a block is free if that is 0;
-    - `_free` is in the order of reuse: blocks without content, then least recently used first, and
-      a child before its parent. So the parent of a published block is published, too.
+    Invariants: a block is free while no table holds it, which its reference count tells. `_free` is
+    in the order of reuse: no content first, then least recently used, a child before its parent;
+    so the parent of a published block is published, too.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -75,7 +72,7 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens. The one formula, at the door and ever after."""
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
+    def find_prefix(self, sequence: Sequence) -> tuple[int, ...]:
         """Published blocks that hold the beginning of `sequence`, up to the first miss.
 
         Changes nothing. The last token is never covered: someone must compute its logits.
@@ -87,9 +84,9 @@ class BlockManager:
             if block is None or self._contents[block] != content:
                 break
             prefix.append(block)
-        return prefix
+        return tuple(prefix)
 
-    def can_allocate(self, sequence: Sequence, num_tokens: int, prefix: Blocks = ()) -> bool:
+    def can_allocate(self, sequence: Sequence, num_tokens: int, prefix: tuple = ()) -> bool:
         """Whether `sequence`'s table could grow to hold its first `num_tokens` tokens."""
         # A free block of the prefix is about to be held, so it cannot be handed out as well.
         missing = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(prefix)
@@ -99,7 +96,7 @@ class BlockManager:
     #
     #     block_table   | held already         | appended here         |
     #     tokens        0 .. cached_token_count          .. num_tokens
-    def allocate(self, sequence: Sequence, num_tokens: int, prefix: Blocks = ()) -> None:
+    def allocate(self, sequence: Sequence, num_tokens: int, prefix: tuple = ()) -> None:
         """Share `prefix`, then grow `block_table` to hold the sequence's first `num_tokens` tokens.
 
         Raises:
@@ -159,8 +156,8 @@ class BlockManager:
             self._forget(block)
         return len(cached)
 
-    def _content(self, sequence: Sequence, i: int, blocks: Blocks) -> Content:
-        """Content of the full block `i` of `sequence`, the ones before it lying in `blocks`."""
+    def _content(self, sequence: Sequence, i: int, blocks: list[int]) -> Content:
+        """Content of the full block `i` of `sequence`; the block before it is `blocks[i - 1]`."""
         hashes = sequence.block_hashes
         token_ids = sequence.token_ids[i * self.block_size : (i + 1) * self.block_size]
         if i == len(hashes):  # each is computed once in a sequence's life

@@ -98,7 +98,7 @@ class LLMEngine(EngineBase):
                 self._deliver(request)
 
     def reset_prefix_cache(self) -> int:
-        """Forget the cached prefixes that nobody holds; return how many blocks held them."""
+        """Forget the cached blocks that nobody holds; return how many those were."""
         return self.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:

@@ -89,7 +89,6 @@ class LLMEngine(EngineBase):
 
         if self.scheduler.step_time:
             self.scheduler.step_time.observe(batch.slices, end - start)
-
         # 3. Record, and hand out the tokens.
         for request, sequence in zip(requests, batch.sampling, strict=True):
             request.metrics.num_cached_tokens = sequence.num_hit_tokens or 0
@@ -103,7 +102,7 @@ class LLMEngine(EngineBase):
                 self._deliver(request)
 
     def reset_prefix_cache(self) -> int:
-        """Forget the cached prefixes that nobody holds; return how many blocks held them."""
+        """Forget the cached blocks that nobody holds; return how many those were."""
         return self.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:

@@ -73,16 +73,9 @@ class ModelRunner:
     ) -> Tensor | None:
         """Compute one chunk of a prompt by hand, without a scheduler.
 
-        Args:
-            sequence: its block table must reach to the end of the chunk, and its tokens before
-                `start_pos` must be in the cache.
-            chunk_token_ids: the sequence's tokens from `start_pos` on.
-
-        Returns:
-            Logits `[vocab_size]` of the last token if the chunk ends the prompt, else None.
-
-        Raises:
-            ValueError: the chunk is empty or does not stand at `start_pos`.
+        The block table must reach to the chunk's end, and what is before it must be in the cache.
+        Returns logits `[vocab_size]` of the last token if the chunk ends the prompt, else None.
+        Raises ValueError if `chunk_token_ids` do not stand at `start_pos` in the sequence.
         """
         end_pos = start_pos + len(chunk_token_ids)
         if not chunk_token_ids or sequence.token_ids[start_pos:end_pos] != chunk_token_ids:
