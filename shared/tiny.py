@@ -27,7 +27,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "smollm3": {"no_rope_layers": [1, 0]},
-    # It scales embeddings up by sqrt(hidden), so its layers need more weight to be heard.
+    # Tied to its embeddings, a model repeats its input unless the layers have more weight.
     "gemma": {"initializer_range": 0.4},
     "phi": {"num_key_value_heads": 4},
     "phi3": {},
@@ -41,7 +41,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt2": {"num_key_value_heads": 4, "scale_attn_by_inverse_layer_idx": True},
     "gpt_neox": {"num_key_value_heads": 4},
     "opt": {"num_key_value_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64},
-    "starcoder2": {},
+    "starcoder2": {"initializer_range": 0.4},
     "cohere": {},
     "glm4": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
