@@ -39,8 +39,8 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Any):
-        # The Rust tokenizer inside a Hugging Face one decodes alike, about ten times faster, and
-        # without the clean-up of spaces that would change text which was already shown.
+        # The Rust tokenizer inside a Hugging Face one decodes in half the time, and without the
+        # clean-up of spaces that some have, which would change text that was already shown.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._token_ids: list[int] = []
         self._prefix_offset = 0

@@ -159,6 +159,14 @@ def test_d1_any_bytes(data, num_special):
     assert "".join(stream(byte_level(), token_ids)) == data.decode(errors="replace")
 
 
+@pytest.mark.parametrize("num_bad", range(2 * MAX_HELD))
+def test_d1_a_character_after_bytes_that_are_none(num_bad):
+    """Letting go of the bad bytes must not cut the character that has begun behind them."""
+    data = b"\xff" * num_bad + "🙂你é".encode() + b"\xff" * num_bad + "🙂".encode()
+    pieces = stream(byte_level(), byte_ids(data))
+    assert "".join(pieces) == data.decode(errors="replace")
+
+
 def test_d1_many_special_tokens_inside_a_character():
     special = [byte_level().token_to_id(EOS)] * 30
     first, *rest = byte_ids("你".encode())
@@ -269,6 +277,17 @@ def test_hugging_face_tokenizer():
     assert tokenizer.decode(token_ids, skip_special_tokens=True) == "Hé 你好 🙂!"
 
 
+def test_hugging_face_clean_up_is_left_out():
+    """It would take back a space that was shown before a full stop came."""
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["It", "is", "."]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([0, 1, 2]) == "It is."
+    assert stream(tokenizer, [0, 1, 2]) == ["It", " is", " .", ""]
+
+
 @pytest.mark.model
 def test_smollm2_tokenizer(smollm2):
     _, tokenizer = smollm2
@@ -326,6 +345,12 @@ def test_t1_withholds_only_what_may_begin_a_stop():
     shown = [matcher.append(piece) for piece in ["a <", "b <|", "im", "x<en", "d", "!"]]
     assert shown == ["a ", "<b ", "", "<|imx", "", "<end!"]
     assert matcher.flush() == ""
+
+
+def test_t1_a_stop_that_may_not_count_is_not_withheld():
+    matcher = StopMatcher(["ab"])
+    assert [matcher.append("xab", may_stop=False), matcher.append("ab")] == ["xab", ""]
+    assert matcher.stopped == "ab"
 
 
 def test_t1_nothing_comes_after_a_stop():
