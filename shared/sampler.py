@@ -65,8 +65,6 @@ class Sampler:
                 f"logits must be [{len(requests)}, vocab_size] for {len(requests)} requests, "
                 f"got {list(logits.shape)}"
             )
-        if not requests:
-            return []
         if all(request.params.is_plain_greedy for request in requests):
             return [SampledToken(token_id) for token_id in _argmax(logits, requests)]
 
