@@ -236,6 +236,9 @@ def paged_decode(
     if heads != (0, 0) or k_cache.shape != v_cache.shape:
         shapes = [tuple(x.shape) for x in (query, k_cache, v_cache)]
         raise ValueError(f"query, k_cache and v_cache do not fit together: {shapes}")
+    longest, room = context_lens.numpy().max(initial=0), block_tables.shape[1] * k_cache.shape[1]
+    if longest > room:
+        raise ValueError(f"a context of {longest} tokens, but block tables for {room}")
     num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
     out = np.zeros(query.shape, np.float32)

@@ -337,8 +337,8 @@ def choose_num_splits(programs: int, max_context_len: int, num_processors: int) 
 def decode_config(group: int, head_dim: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
     """Tile sizes and launch options of the decode kernel; fixed, so that nothing is tuned at run."""
     d = triton.next_power_of_2(head_dim)
-    tile = max(16, min(64, 8192 * 2 // (d * dtype.itemsize)))
-    stages = 1 if arch < 80 else 3
+    tile = max(16, min(64, 8192 // (d * dtype.itemsize)))
+    stages = 1 if arch < 80 else 5
     return {
         "D": d,
         "M": max(16, triton.next_power_of_2(group)),

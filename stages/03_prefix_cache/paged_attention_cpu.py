@@ -1,0 +1,326 @@
+"""PagedAttention on the CPU: decode as plain loops (Numba), prefill and store with torch.
+
+Knows tensors, block tables and slots. Does not know sequences, models, or who owns a block.
+
+One layer's K (and likewise its V) is a pool of blocks `[num_blocks, block_size, num_kv_heads,
+head_dim]`. Token `t` of a sequence lies in block `block_table[t // block_size]` at offset
+`t % block_size`. Decode reads it there; `_attend` below is the whole idea.
+"""
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from numpy import float32, int32
+from torch import Tensor
+
+# With its OpenMP layer, and torch imported first, Numba runs on torch's own threads. With any
+# other layer it has threads besides, and the two fight: torch's spin for milliseconds after each
+# operation, on the cores that Numba's want.
+numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+# What the compiler may assume of floats. Sums may be reordered, or they would not be vectorised.
+# NaN and infinity stay legal: the running maximum starts at minus infinity.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+
+PREFILL_PIECE = 2048  # tokens: so many earlier ones are gathered at a time, which bounds memory
+
+
+def _jit(**options):
+    """`numba.njit` that keeps what it compiled on disk, if any folder for that is writable."""
+
+    def decorate(function):
+        try:
+            return numba.njit(cache=True, fastmath=FASTMATH, **options)(function)
+        except RuntimeError:  # "cannot cache function: no locator available"
+            return numba.njit(fastmath=FASTMATH, **options)(function)
+
+    return decorate
+
+
+@_jit()
+def _exp(x):
+    """e**x for x <= 0, as exact as float32 is. The C library's exp would stop vectorisation."""
+    y = max(x * float32(1.4426950408889634), float32(-126))  # e**x = 2**y = 2**n * e**f
+    n = np.floor(y + float32(0.5))
+    f = (y - n) * float32(0.6931471805599453)  # at most 0.35 in size, so a short series will do
+    series = f * float32(1 / 720) + float32(1 / 120)
+    series = series * f + float32(1 / 24)
+    series = series * f + float32(1 / 6)
+    series = series * f + float32(1 / 2)
+    series = series * f + float32(1)
+    series = series * f + float32(1)
+    return series * int32((int32(n) + 127) << 23).view(np.float32)
+
+
+def _widen(row, scratch):
+    """`row` [D] as float32. A 16-bit row comes as bare bits, and is widened into `scratch`."""
+
+
+@overload(_widen)
+def _widen_by_dtype(row, scratch):
+    def from_float32(row, scratch):
+        return row
+
+    def from_bfloat16(row, scratch):  # the upper half of a float32
+        for d in range(row.size):
+            scratch[d] = int32(row[d] << 16).view(np.float32)
+        return scratch
+
+    def from_float16(row, scratch):  # spread the bits, then make up for the smaller exponent bias
+        for d in range(row.size):
+            bits = int32((row[d] & 0x8000) << 16 | (row[d] & 0x7FFF) << 13)
+            scratch[d] = bits.view(np.float32) * float32(2.0**112)
+        return scratch
+
+    return {types.float32: from_float32, types.int16: from_bfloat16}.get(row.dtype, from_float16)
+
+
+# Online softmax. One query head's output is sum(e**s_t * v_t) / sum(e**s_t) over the tokens t, with
+# scores s_t. So that no e**s_t overflows, the largest score m is taken off each; it cancels. But m
+# is known only at the end. So keep the largest *so far*, and with it two sums:
+#     total = sum(e**(s_t - m))        acc = sum(e**(s_t - m) * v_t)
+# When a block brings a larger one, m', all terms are off by one and the same factor, since
+# e**(s_t - m') = e**(s_t - m) * e**(m - m'). So multiply both sums by e**(m - m') and go on. At
+# the end the output is acc / total. The context is read once, and nothing as long as it is stored.
+# The same factor joins sums over two parts of a context: that is `_merge`.
+@_jit()
+def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, sums):
+    """All heads of one sequence attend to its logical blocks `range(*blocks)`.
+
+    query [H, D] float32. Fills `sums`: acc [H, D], maximum [H] and total [H], as above.
+    """
+    acc, maximum, total = sums
+    num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads  # so many query heads share a KV head
+    weights = np.empty((num_heads, block_size), np.float32)
+    scratch = np.empty(head_dim, np.float32)
+    acc[:], maximum[:], total[:] = 0, -np.inf, 0
+
+    for i in range(blocks[0], blocks[1]):
+        block = block_table[i]
+        written = min(block_size, context_len - i * block_size)  # slots that hold a token of ours
+
+        # 1. Scores, token by token with all their heads: in the order of memory, which the
+        #    processor prefetches. One head after another takes twice as long.
+        for slot in range(written):
+            for kv_head in range(num_kv_heads):
+                key = _widen(k_cache[block, slot, kv_head], scratch)
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    score = float32(0)
+                    for d in range(head_dim):
+                        score += query[head, d] * key[d]
+                    weights[head, slot] = score * scale
+
+        # 2. Scores become weights; the sums so far are rescaled to the new maximum.
+        for head in range(num_heads):
+            new_maximum = max(maximum[head], weights[head, :written].max())
+            rescale = np.exp(maximum[head] - new_maximum)
+            maximum[head] = new_maximum
+            total[head] *= rescale
+            for d in range(head_dim):
+                acc[head, d] *= rescale
+            block_total = float32(0)
+            for slot in range(written):
+                weights[head, slot] = _exp(weights[head, slot] - new_maximum)
+                block_total += weights[head, slot]
+            total[head] += block_total
+
+        # 3. Values, in the order of memory again.
+        for slot in range(written):
+            for kv_head in range(num_kv_heads):
+                value = _widen(v_cache[block, slot, kv_head], scratch)
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    weight = weights[head, slot]
+                    for d in range(head_dim):
+                        acc[head, d] += weight * value[d]
+
+
+@_jit()
+def _merge(acc, maximum, total, out):
+    """Join the sums over parts of one context: [parts, H, D], [parts, H] twice -> out [H, D]."""
+    parts, num_heads, head_dim = acc.shape
+    for head in range(num_heads):
+        peak = maximum[:, head].max()
+        whole = float32(0)
+        for part in range(parts):
+            rescale = np.exp(maximum[part, head] - peak)
+            whole += total[part, head] * rescale
+            for d in range(head_dim):
+                out[head, d] += acc[part, head, d] * rescale
+        for d in range(head_dim):
+            out[head, d] /= whole
+
+
+@_jit()
+def _cut_evenly(context_lens, block_size, num_threads):
+    """Lay the blocks of all sequences in a row and cut it into one equal range per worker.
+
+    sequence   |     0     |            1            |  2  |  ...
+    worker     |         0        |         1        |    2  ...
+    part       |     0     |   1  |         2        |  3  | ...
+
+    A worker's share of one sequence is a part. Its number is `worker + sequence`: along the row
+    each bar raises one of the two, so no number comes twice, and a sequence's are consecutive.
+
+    Returns where each sequence starts in the row, [B + 1], and each worker, [workers + 1].
+    """
+    starts = np.zeros(context_lens.size + 1, np.int64)
+    for b in range(context_lens.size):
+        starts[b + 1] = starts[b] + (context_lens[b] + block_size - 1) // block_size
+    workers = max(1, min(num_threads, starts[-1]))  # none without a block
+    return starts, np.arange(workers + 1) * starts[-1] // workers
+
+
+@_jit(parallel=True)
+def _decode(query, k_cache, v_cache, block_tables, context_lens, scale, num_threads, out):
+    """`paged_decode` on arrays: query [B, H, D] float32, out [B, H, D] float32 zeros to fill."""
+    batch, num_heads, head_dim = query.shape
+    starts, cuts = _cut_evenly(context_lens, k_cache.shape[1], num_threads)
+    workers = cuts.size - 1
+    acc = np.empty((workers + batch, num_heads, head_dim), np.float32)
+    maximum = np.empty((workers + batch, num_heads), np.float32)
+    total = np.empty((workers + batch, num_heads), np.float32)
+
+    for worker in numba.prange(workers):
+        for b in range(batch):
+            first, last = max(cuts[worker], starts[b]), min(cuts[worker + 1], starts[b + 1])
+            if first < last:
+                part = worker + b
+                sums = acc[part], maximum[part], total[part]
+                blocks, block_table = (first - starts[b], last - starts[b]), block_tables[b]
+                context_len = context_lens[b]
+                _attend(query[b], k_cache, v_cache, block_table, blocks, context_len, scale, sums)
+
+    for b in range(batch):
+        if context_lens[b] > 0:
+            first = np.searchsorted(cuts, starts[b], "right") - 1 + b
+            last = np.searchsorted(cuts, starts[b + 1], "left") + b
+            _merge(acc[first:last], maximum[first:last], total[first:last], out[b])
+
+
+def paged_decode(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+    scale: float,
+) -> Tensor:
+    """Attention of one token per sequence over the whole of its context, read block by block.
+
+    Args:
+        query: `[B, H, D]`, dtype of the caches. KV head h serves the heads from `h * H // KVH`.
+        k_cache, v_cache: `[num_blocks, block_size, KVH, D]`, contiguous, in float32, bfloat16
+            or float16. Sums are float32 in any case.
+        block_tables: int32 `[B, max_blocks]`. Entries behind the context are not read; those
+            before its end are trusted to be blocks of the pool.
+        context_lens: int32 `[B]`, tokens in the cache, this one included; 0 in a padding row.
+        max_context_len: unused here; sizes the grid of the CUDA kernel, which is called alike.
+        scale: factor on the scores, usually `D ** -0.5`.
+
+    Returns:
+        `[B, H, D]` in the query's dtype, zeros in padding rows.
+
+    Source: Kwon et al. 2023, PagedAttention; the split of one context among workers: Dao et al.
+    2023, Flash-Decoding.
+    """
+    bits = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
+    if k_cache.dtype not in bits or not query.dtype == k_cache.dtype == v_cache.dtype:
+        dtypes = f"{query.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+        raise TypeError(f"query, k_cache and v_cache must be of one dtype of {[*bits]}: {dtypes}")
+    heads = query.shape[1] % k_cache.shape[2], query.shape[2] - k_cache.shape[3]
+    if heads != (0, 0) or k_cache.shape != v_cache.shape:
+        shapes = [tuple(x.shape) for x in (query, k_cache, v_cache)]
+        raise ValueError(f"query, k_cache and v_cache do not fit together: {shapes}")
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(num_threads)
+    out = np.zeros(query.shape, np.float32)
+    _decode(
+        query.float().contiguous().numpy(),
+        *(x.view(bits[x.dtype]).numpy() for x in (k_cache, v_cache)),
+        *(block_tables.numpy(), context_lens.numpy(), np.float32(scale), num_threads, out),
+    )
+    return torch.from_numpy(out).to(query.dtype)
+
+
+def paged_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """Attention of slices of sequences: causal among their own tokens, and to all earlier ones.
+
+    Args:
+        query: `[T, H, D]`, the slices one after another.
+        key, value: `[T, KVH, D]` of the same tokens.
+        k_cache, v_cache: `[num_blocks, block_size, KVH, D]`; read before the slices only.
+        block_tables: int32 `[B, max_blocks]`.
+        context_lens: int32 `[B]`, tokens in the cache, the slice included. A slice starts at
+            position `context_len - query_len`.
+        query_start_loc: int32 `[B + 1]`, slice i has the rows `[i] .. [i + 1]`.
+        max_query_len: unused here; sizes the grid of the CUDA kernel, which is called alike.
+        scale: factor on the scores.
+
+    Returns:
+        `[T, H, D]`. Memory besides is bounded by `PREFILL_PIECE` tokens, however long the context.
+    """
+    block_size = k_cache.shape[1]
+    out = torch.empty_like(query)
+    bounds = query_start_loc.tolist()
+    for i, context_len in enumerate(context_lens.tolist()):
+        rows = slice(bounds[i], bounds[i + 1])
+        start_pos = context_len - (rows.stop - rows.start)
+        if start_pos < 0:
+            raise ValueError(f"slice {i}: {context_len - start_pos} rows, context {context_len}")
+        if rows.start == rows.stop:
+            continue
+        result, lse = _sdpa(query[rows], key[rows], value[rows], scale, causal=True)
+        for start in range(0, start_pos, PREFILL_PIECE):
+            t = torch.arange(start, min(start + PREFILL_PIECE, start_pos))
+            slots = block_tables[i, t // block_size], t % block_size
+            piece, piece_lse = _sdpa(query[rows], k_cache[slots], v_cache[slots], scale, False)
+            # Both were divided by their own sum, e**lse. Weigh them by their part of the whole.
+            part = torch.sigmoid(piece_lse - lse)[..., None]
+            result = torch.lerp(result.to(part.dtype), piece.to(part.dtype), part)
+            lse = torch.logaddexp(lse, piece_lse)
+        out[rows] = result
+    return out
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool):
+    """Dense attention of `[T, H, D]` to `[S, KVH, D]`: the output, and its log-sum-exp `[T, H]`.
+
+    Calls what torch's scaled_dot_product_attention runs on a CPU: that keeps the log-sum-exp to
+    itself. No mask is made, and no K or V repeated: the group is a dimension of stride 0.
+    """
+    num_kv_heads = key.shape[1]
+    q = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [KVH, group, T, D]
+    k, v = (x.transpose(0, 1)[:, None].expand(-1, q.shape[1], -1, -1) for x in (key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=causal, scale=scale
+    )
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write the K and V of T tokens, `[T, KVH, D]` each, into their slots of the caches.
+
+    Args:
+        slots: int64 `[T]`, `block * block_size + offset`. A slot of -1 (padding) writes nothing.
+    """
+    written = slots >= 0  # torch would take -1 for the pool's last slot
+    if not written.all():
+        key, value, slots = key[written], value[written], slots[written]
+    for cache, rows in (k_cache, key), (v_cache, value):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
