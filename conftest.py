@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.register_assert_rewrite("tests.contract", "tests.reference")
 
@@ -47,6 +48,16 @@ def import_folder(folder: Path) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny models run on one thread: more only wait for each other. Real ones take them all."""
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("model") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,146 @@
+"""What is sampled depends on the request alone: its parameters, its seed, its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared import SamplingParams
+
+from .helpers import check_reference, drain, greedy, make_prompt, preempted, run, scripted
+from .identity import MakeEngine
+
+
+def at_random(max_tokens: int, **options: Any) -> SamplingParams:
+    """A high temperature: the tiny model is rather sure of itself otherwise."""
+    options = {"temperature": 4.0, "ignore_eos": True, **options}
+    return SamplingParams(max_tokens=max_tokens, **options)
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-10, 1e-6, 1e-4, 1e-2])
+def test_M1_low_temperatures(make_engine: MakeEngine, tiny: Any, temperature: float) -> None:
+    """Below 1e-5 it is greedy; above it the logits are divided and must stay numbers."""
+    engine = make_engine()
+    [output] = run(engine, [make_prompt(7)], greedy(8, temperature=temperature))
+    assert output.finish_reason == "length" and len(output.token_ids) == 8
+    if temperature < 1e-3:
+        check_reference(output, tiny, 8, engine)
+
+
+def test_M1_a_negative_temperature() -> None:
+    with pytest.raises(ValueError, match="-0.1"):
+        SamplingParams(temperature=-0.1)
+
+
+def test_M2_greedy_beside_random(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    params = [greedy(8), at_random(8), greedy(8), at_random(8, seed=1)]
+    outputs = run(engine, [make_prompt(5, seed=n) for n in range(4)], params)
+    assert any(len(step.sampled) == 4 for step in engine.trace.steps)
+    for output in (outputs[0], outputs[2]):
+        check_reference(output, tiny, 8, engine)
+
+
+def test_M3_top_k(make_engine: MakeEngine, tiny: Any) -> None:
+    """0 and -1 are off, and so is one larger than the vocabulary; 1 is greedy."""
+    engine = make_engine()
+
+    def tokens(top_k: int) -> list[int]:
+        [output] = run(engine, [make_prompt(5)], at_random(12, seed=3, top_k=top_k))
+        return output.token_ids
+
+    assert tokens(0) == tokens(-1) == tokens(10**6) != tokens(2)
+    [output] = run(engine, [make_prompt(5)], at_random(12, top_k=1))
+    check_reference(output, tiny, 12, engine)
+
+
+def test_M4_eos_as_the_last_allowed_token(make_engine: MakeEngine, tiny: Any) -> None:
+    """Both would end it there; the reason is `stop`."""
+    engine = make_engine()
+    eos = tiny[1].eos_token_id
+    with scripted(tiny[0], 5, [40, 41, eos]):
+        for max_tokens in (3, 4):
+            [output] = run(engine, [make_prompt(5)], greedy(max_tokens, ignore_eos=False))
+            assert (output.token_ids, output.finish_reason) == ([40, 41, eos], "stop")
+            assert output.text == tiny[1].decode([40, 41]), "EOS is not part of the text"
+        [output] = run(engine, [make_prompt(5)], greedy(4))
+        assert (output.token_ids, output.finish_reason) == ([40, 41, eos, eos], "length")
+
+
+def test_eos_as_the_first_token(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    with scripted(tiny[0], 5, [tiny[1].eos_token_id]):
+        [output] = run(engine, [make_prompt(5)], greedy(8, ignore_eos=False))
+    assert (output.finish_reason, output.text, len(output.token_ids)) == ("stop", "", 1)
+
+
+def test_stop_tokens_and_min_tokens(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    with scripted(tiny[0], 5, [40, 41, 42, 43]):
+        [output] = run(engine, [make_prompt(5)], greedy(8, stop_token_ids=[42]))
+        assert (output.token_ids, output.finish_reason) == ([40, 41, 42], "stop")
+        [output] = run(engine, [make_prompt(5)], greedy(4, stop_token_ids=[42], min_tokens=3))
+        assert output.token_ids[:2] == [40, 41] and output.token_ids[2] != 42, (
+            "a stop token must not come before min_tokens"
+        )
+
+
+def test_a_seed_fixes_the_tokens_whatever_the_batch(make_engine: MakeEngine) -> None:
+    """Design invariant 6: alone, in company, late, and preempted, the same tokens."""
+    prompt, params = make_prompt(9), at_random(9, seed=42)
+    alone = run(make_engine(), [prompt], params)[0].token_ids
+
+    engine = make_engine()
+    others = [make_prompt(n, seed=7) for n in (2, 6, 13)]
+    outputs = run(
+        engine, [*others, prompt], [at_random(9), greedy(12), at_random(7, seed=1), params]
+    )
+    assert outputs[3].token_ids == alone, "the same request among others drew other tokens"
+
+    engine = make_engine(num_blocks=7)
+    engine.add_request(make_prompt(9, seed=1), at_random(9))
+    request_id = engine.add_request(prompt, params)
+    outputs = drain(engine)
+    assert request_id in preempted(engine), "it was not preempted"
+    assert outputs[request_id][-1].token_ids == alone, (
+        "a preempted request drew other tokens: its generator moved while its tokens were computed "
+        "again, or began anew"
+    )
+
+
+def test_seeds_matter(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    outputs = run(engine, [make_prompt(5)] * 3, [at_random(12, seed=n) for n in (1, 2, 1)])
+    first, second, third = (output.token_ids for output in outputs)
+    assert first == third != second
+
+
+def test_without_a_seed_twins_differ(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    first, second = run(engine, [make_prompt(5)] * 2, at_random(20))
+    assert first.token_ids != second.token_ids, "two requests drew the same 20 tokens at random"
+
+
+def test_penalties_see_prompt_and_output(make_engine: MakeEngine) -> None:
+    """A penalty so strong that no token may come twice, also when the request was preempted."""
+    prompts = [make_prompt(9, seed=n) for n in (5, 6)]  # these repeat a token of the output
+    for output in run(make_engine(), prompts, greedy(9)):
+        assert len(set(output.token_ids)) < 9, "nothing to penalise"
+    engine = make_engine(num_blocks=7)
+    outputs = run(engine, prompts, greedy(9, repetition_penalty=1e6))
+    assert preempted(engine)
+    for output in outputs:
+        again = set(output.token_ids) & set(output.prompt_token_ids)
+        assert len(set(output.token_ids)) == 9, f"a token came twice: {output.token_ids}"
+        assert not again, f"{output.request_id!r} has the tokens {again} of its prompt again"
+
+
+def test_logprobs(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with_them, without = run(engine, [make_prompt(5)] * 2, [greedy(6, logprobs=3), greedy(6)])
+    assert without.logprobs is None
+    assert len(with_them.logprobs) == 6
+    for token_id, logprobs in zip(with_them.token_ids, with_them.logprobs, strict=True):
+        assert len(logprobs) == 3 and max(logprobs, key=logprobs.get) == token_id
+        assert all(value <= 0 for value in logprobs.values())

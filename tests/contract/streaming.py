@@ -1,0 +1,189 @@
+"""What a caller sees while a request runs: outputs, text, and the ways to fetch them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from .helpers import check_idle, check_reference, collect, drain, greedy, make_prompt, run, scripted
+from .identity import MakeEngine
+
+
+def test_outputs_grow_token_by_token(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    ids = [engine.add_request(make_prompt(n), greedy(10)) for n in (3, 8)]
+    outputs = drain(engine)
+    for request_id, length in zip(ids, (3, 8), strict=True):
+        text = ""
+        for n, output in enumerate(outputs[request_id], 1):
+            assert output.prompt_token_ids == make_prompt(length)
+            assert len(output.token_ids) == n, f"output {n} has the tokens {output.token_ids}"
+            text += output.new_text
+            assert output.text == text, f"output {n}: the pieces so far are {text!r}: {output}"
+            assert output.finished == (n == 10) == (output.finish_reason is not None)
+        assert text == tiny[1].decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_an_output_is_not_changed_by_later_steps(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request(make_prompt(3), greedy(5, logprobs=1))
+    [first] = engine.step()
+    kept = copy.deepcopy(first)
+    drain(engine)
+    assert first == kept, "an output that was handed out changed afterwards"
+
+
+def test_D1_characters_that_span_tokens(make_engine: MakeEngine, tiny: Any) -> None:
+    """Nothing is shown of a character before its last byte is there."""
+    engine, text = make_engine(), "a😀b你好é!"
+    token_ids = tiny[1].encode(text)
+    assert len(token_ids) > len(text) + 6, "no character of this text spans tokens"
+    with scripted(tiny[0], 5, token_ids):
+        engine.add_request(make_prompt(5), greedy(len(token_ids)))
+        [outputs] = drain(engine).values()
+    assert outputs[-1].token_ids == token_ids
+    for output in outputs:
+        assert "\ufffd" not in output.text, f"half a character was shown: {output.text!r}"
+        assert text.startswith(output.text)
+    assert "".join(output.new_text for output in outputs) == outputs[-1].text == text
+
+
+def test_D1_a_character_that_is_cut_off(make_engine: MakeEngine, tiny: Any) -> None:
+    """The last token ends inside a character: the text says so, once, at the end."""
+    engine = make_engine()
+    token_ids = tiny[1].encode("hi 😀")[:-1]
+    with scripted(tiny[0], 5, token_ids):
+        engine.add_request(make_prompt(5), greedy(len(token_ids)))
+        [outputs] = drain(engine).values()
+    assert all("\ufffd" not in output.text for output in outputs[:-1])
+    assert outputs[-1].text == tiny[1].decode(token_ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "shown", "reason"),
+    [
+        ("lo w", "hello world", "hel", "stop"),
+        (["xyz", "wor"], "hello world", "hello ", "stop"),
+        ("lo t", "hello world", "hello world", "length"),
+        ("worlds", "hello world", "hello world", "length"),
+        (None, "hello world", "hello world", "length"),
+        ([], "hello world", "hello world", "length"),
+        ("h", "hello world", "", "stop"),
+    ],
+)
+def test_T1_stop_strings(
+    make_engine: MakeEngine, tiny: Any, stop: Any, text: str, shown: str, reason: str
+) -> None:
+    """Found wherever tokens part it, never shown, and what only looked like one is let go."""
+    engine, token_ids = make_engine(), tiny[1].encode(text)
+    with scripted(tiny[0], 5, token_ids):
+        engine.add_request(make_prompt(5), greedy(len(token_ids), stop=stop))
+        [outputs] = drain(engine).values()
+    for output in outputs:
+        assert shown.startswith(output.text), f"{output.text!r} was shown, the end is {shown!r}"
+    assert (outputs[-1].text, outputs[-1].finish_reason) == (shown, reason)
+    assert "".join(output.new_text for output in outputs) == shown
+    check_idle(engine)
+
+
+def test_T2_a_stop_string_in_the_prompt_does_not_count(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    prompt = tiny[1].encode("stop here")
+    with scripted(tiny[0], len(prompt), tiny[1].encode("go on")):
+        [output] = run(engine, [prompt], greedy(4, stop="stop"))
+    assert output.finish_reason == "length"
+
+
+def test_T2_the_empty_stop_string() -> None:
+    with pytest.raises(ValueError, match="stop"):
+        greedy(1, stop="")
+
+
+def test_streams_take_turns(make_engine: MakeEngine, tiny: Any) -> None:
+    """Whichever stream is asked, the engine computes for both; each gets its own outputs."""
+    engine = make_engine()
+    streams = [engine.stream(make_prompt(n), greedy(6)) for n in (4, 9)]
+    ahead = [next(streams[0]) for _ in range(3)]
+    assert [len(output.token_ids) for output in ahead] == [1, 2, 3]
+    assert any(len(step.slices) == 2 for step in engine.trace.steps), "not batched"
+    rest = [list(stream) for stream in streams]
+    for outputs, length in zip((ahead + rest[0], rest[1]), (4, 9), strict=True):
+        assert [len(output.token_ids) for output in outputs] == list(range(1, 7))
+        assert outputs[-1].prompt_token_ids == make_prompt(length)
+        check_reference(outputs[-1], tiny, 6, engine)
+    assert len(engine.trace.steps) <= 7, "a stream computed what the other had computed already"
+    assert engine.step() == [], "an output of a stream came a second time"
+
+
+def test_a_stream_is_refused_when_it_is_asked_for(make_engine: MakeEngine) -> None:
+    """Not when the first output is fetched, which may be much later."""
+    with pytest.raises(ValueError):
+        make_engine().stream([], greedy(1))
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 3])
+def test_closing_a_stream_aborts_its_request(
+    make_engine: MakeEngine, tiny: Any, num_taken: int
+) -> None:
+    engine = make_engine()
+    other = engine.add_request(make_prompt(5), greedy(6))
+    stream = engine.stream(make_prompt(9), greedy(6))
+    for _ in range(num_taken):
+        next(stream)
+    stream.close()
+    outputs = drain(engine)
+    assert list(outputs) == [other]
+    check_reference(outputs[other][-1], tiny, 6, engine)
+    sampled = [request_id for step in engine.trace.steps for request_id in step.sampled]
+    assert len(sampled) == 6 + num_taken, "the closed stream's request was computed further"
+
+
+def test_a_stream_whose_request_is_aborted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    stream = engine.stream(make_prompt(9), greedy(6))
+    request_id = next(stream).request_id
+    assert engine.abort_request(request_id)
+    [last] = stream
+    assert (last.finished, last.finish_reason, len(last.token_ids)) == (True, "abort", 1)
+    check_idle(engine)
+
+
+def test_step_stream_and_generate_on_one_engine(make_engine: MakeEngine, tiny: Any) -> None:
+    """Each way to fetch outputs gets those of its own requests, all of them, once."""
+    engine = make_engine()
+    stepped = engine.add_request(make_prompt(3), greedy(12))
+    stream = engine.stream(make_prompt(4), greedy(10))
+    outputs: dict[str, list] = {}
+    collect(engine.step(), outputs)
+    next(stream)
+    [generated] = engine.generate([make_prompt(6)], greedy(5), use_tqdm=False)
+    check_reference(generated, tiny, 5, engine)
+    streamed = list(stream)
+    assert [len(output.token_ids) for output in streamed] == list(range(2, 11))
+    check_reference(streamed[-1], tiny, 10, engine)
+    drain(engine, outputs)
+    assert list(outputs) == [stepped]
+    assert [len(output.token_ids) for output in outputs[stepped]] == list(range(1, 13))
+    check_reference(outputs[stepped][-1], tiny, 12, engine)
+
+
+def test_generate_takes_one_prompt_or_many(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    one = engine.generate("hello", greedy(3), use_tqdm=False)
+    assert engine.generate(["hello"], greedy(3), use_tqdm=False)[0].token_ids == one[0].token_ids
+    [by_ids] = engine.generate(tiny[1].encode("hello"), greedy(3), use_tqdm=False)
+    assert by_ids.token_ids == one[0].token_ids
+    outputs = engine.generate(["hello", [5, 6, 7]], [greedy(3), greedy(1)], use_tqdm=False)
+    assert [len(output.token_ids) for output in outputs] == [3, 1]
+
+
+def test_generate_shows_its_progress(
+    make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = make_engine()
+    engine.generate([make_prompt(3), make_prompt(4)], greedy(2))
+    assert "2/2" in capsys.readouterr().err
+    engine.generate([make_prompt(3)], greedy(2), use_tqdm=False)
+    assert capsys.readouterr().err == ""
