@@ -183,11 +183,14 @@ class EngineBase:
         """
         request_id = self.add_request(prompt, sampling_params)
         self._inboxes[request_id] = []
-        return self._take(request_id)
+        outputs = self._take(request_id)
+        next(outputs)
+        return outputs
 
-    def _take(self, request_id: str) -> Iterator[RequestOutput]:
+    def _take(self, request_id: str) -> Iterator[Any]:
         inbox = self._inboxes[request_id]
         try:
+            yield  # for `stream`: only an iterator that has begun does what `finally` says
             while inbox or request_id in self._requests:
                 if inbox:
                     yield inbox.pop(0)
