@@ -1,0 +1,111 @@
+"""`python -m shared.bench NAME [options]`: measure, print tables, write JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from . import options
+from .results import Report
+from .session import Session
+
+# In the order in which they are listed. A benchmark is a module with `add_options(parser)` and
+# `run(session)`; a tool has `main(args, console)` instead of `run`.
+NAMES = (
+    *("quick", "ladder", "throughput", "attention", "prefix", "stall", "sweeps", "bookkeeping"),
+    *("goodput", "plots", "compare"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line says.
+
+    Returns:
+        The exit code: 0; 1 if rows that must agree do not, or something failed; 2 if the command
+        line is wrong; 130 after Ctrl-C, with what was measured until then printed and written.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    modules = {name: load(name) for name in NAMES if exists(name)}
+    parser = argparse.ArgumentParser(
+        prog="python -m shared.bench", description="Measure what each stage buys."
+    )
+    commands = parser.add_subparsers(dest="name", metavar="NAME")
+    for name, module in modules.items():
+        command = commands.add_parser(name, help=first_line(module), description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        if hasattr(module, "run"):
+            options.add_common(command)
+        module.add_options(command)
+    args = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if args.name is None:
+        for name, module in modules.items():
+            console.print(f"  {name:12} {first_line(module)}", highlight=False, markup=False)
+        console.print("\nOptions: python -m shared.bench NAME --help", highlight=False)
+        return 0
+    quiet_libraries()
+    module = modules[args.name]
+    try:
+        if hasattr(module, "main"):
+            return module.main(args, console)
+        return measure(module, args, console, options.clean_command(argv))
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        logging.getLogger(__name__).debug("failed", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def measure(module: ModuleType, args: argparse.Namespace, console: Console, command: str) -> int:
+    """Run a benchmark; print and write what it measured, however it ends."""
+    report = Report(args.name, command, args.seed, {"quick": args.quick})
+    code = 130
+    try:
+        module.run(Session(args, report))
+        report.complete = True
+        code = 1 if report.failures else 0
+    except KeyboardInterrupt:
+        print("\nstopped: what follows was measured until then", file=sys.stderr)
+    finally:
+        if report.rows():
+            if hasattr(module, "conclude"):
+                module.conclude(report)
+            report.print(console)
+            path = report.save(args.out)
+            console.print(f"written: {path}", highlight=False, markup=False)
+    return code
+
+
+def exists(name: str) -> bool:
+    return importlib.util.find_spec(f"{__package__}.{name}") is not None
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+def first_line(module: ModuleType) -> str:
+    return (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
+
+
+def quiet_libraries() -> None:
+    """Warnings go to stderr; what transformers says about every `generate()` goes nowhere."""
+    import transformers
+
+    handler = RichHandler(
+        console=Console(stderr=True), show_time=False, show_path=False, show_level=False
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The ladder: the same requests from naive generate to stage 04, every row in turn."""
+
+from __future__ import annotations
+
+from . import rows
+from .metrics import MEASURES
+from .options import Parser, sizes, whole
+from .results import Report
+from .session import Session
+from .workloads import WORKLOADS
+
+TABLE = "ladder"
+COLUMNS = (
+    *("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "itl_max", "tpot_p50"),
+    *("output_tok_s", "total_tok_s", "kv_waste", "kv_peak", "hit_rate", "stall"),
+)
+FULL = {"rounds": 3}
+QUICK = {
+    "rounds": 1,
+    "num_chats": 4,
+    "system_tokens": 64,
+    "own_tokens": (16, 32),
+    "max_tokens": 12,
+    "document_tokens": 512,
+}
+NAMES = {"naive": rows.NAIVE, "generate": rows.CACHED, "padded": rows.PADDED} | {
+    **{f"{stage:02d}": name for stage, name in rows.STAGES.items()},
+    **{"generate_batch": rows.PEER_BATCH, "padded_stock": rows.PEER_PADDED},
+}
+
+
+def add_options(parser: Parser) -> None:
+    parser.add_argument("--workload", choices=tuple(WORKLOADS), default="example")
+    parser.add_argument(
+        *("--requests",), type=whole(1, 1000), help="of the workload, in place of its own number"
+    )
+    parser.add_argument("--rows", nargs="+", choices=tuple(NAMES), default=list(NAMES))
+
+
+def run(session: Session) -> None:
+    args, report = session.args, session.report
+    size = sizes(args, FULL, QUICK)
+    rounds = args.rounds or size["rounds"]
+    own = {key: value for key, value in size.items() if key != "rounds"}
+    if args.workload != "example":
+        own = {}
+    if args.requests:
+        own[COUNTS[args.workload]] = args.requests
+    workload = WORKLOADS[args.workload](session.text(), args.seed, **own)
+    report.workloads[workload.name] = workload.summary()
+    report.show(TABLE, [key for key in COLUMNS if key in MEASURES])
+    names = [NAMES[name] for name in args.rows]
+    if any(name.endswith("*") for name in names):
+        report.notes.append(rows.PEER_NOTE)
+    if rows.NAIVE in names and rounds > 1:
+        report.notes.append(f"{rows.NAIVE}: one round, since it takes longer than all others.")
+    rows.measure(session, TABLE, workload, names, rounds, [rows.NAIVE])
+
+
+COUNTS = {
+    "chat": "num_requests",
+    "shared_prefix": "num_requests",
+    "long_prompt": "num_streams",
+    "multi_turn": "num_chats",
+    "mixed": "num_requests",
+    "example": "num_chats",
+}
+
+
+def conclude(report: Report) -> None:
+    """Steps of the ladder that should show on any traffic."""
+    for one, other in ((rows.CACHED, rows.NAIVE), (rows.STAGES[4], rows.CACHED)):
+        ratio = report.ratio(TABLE, one, other, "output_tok_s")
+        report.claim(f"output tok/s, {one} / {other}", ratio, 1.0, at_least=True)

@@ -1,0 +1,26 @@
+"""The quick set: ladder and stall in small, then the pictures (`make bench`)."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from .options import Parser
+
+
+def add_options(parser: Parser) -> None:
+    parser.add_argument("--model", default="smollm2", help="as for the stages")
+    parser.add_argument("--out", default="build/bench", metavar="DIR", help="where results go")
+
+
+def main(args: argparse.Namespace, console: Console) -> int:
+    """Run each in this process, so that the model is loaded once. Stops at the first failure."""
+    from .__main__ import exists
+    from .__main__ import main as run
+
+    for name in ("ladder", "stall"):
+        code = run([name, "--quick", "--model", args.model, "--out", args.out])
+        if code:
+            return code
+    return run(["plots", "--out", args.out]) if exists("plots") else 0
