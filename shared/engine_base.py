@@ -43,7 +43,8 @@ class EngineBase:
         self._sequences: dict[str, Any] = {}
         self._outbox: list[RequestOutput] = []  # not yet returned by `step`
         self._inboxes: dict[str, list[RequestOutput]] = {}  # not yet taken by `stream`
-        self._totals = dict.fromkeys("steps tokens generated finished preemptions".split(), 0)
+        names = "steps tokens generated preemptions finished prompt_tokens hit_tokens"
+        self._totals = dict.fromkeys(names.split(), 0)  # the last three when a request ends
 
     def _new_request(
         self,
@@ -106,6 +107,8 @@ class EngineBase:
         request = self._requests.pop(request_id)
         request.finish(reason, now)
         self._totals["finished"] += 1
+        self._totals["prompt_tokens"] += len(request.prompt_token_ids)
+        self._totals["hit_tokens"] += request.metrics.num_cached_tokens
         self._deliver(request)
 
     def _deliver(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -69,30 +70,27 @@ class ModelRunner:
     #     context_lens      3                8        2
     def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
         """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
-        input_ids: list[int] = []
-        position_ids: list[int] = []
-        slots: list[int] = []
-        logit_rows: list[int] = []
-        query_start_loc = [0]
-        for s in slices:
-            input_ids += s.sequence.token_ids[s.start_pos : s.end_pos]
-            position_ids += range(s.start_pos, s.end_pos)
-            slots += slot_mapping(
-                s.sequence.block_table, s.start_pos, s.num_tokens, self.config.block_size
-            )
-            query_start_loc.append(len(input_ids))
-            if s.end_pos == s.sequence.num_tokens:
-                logit_rows.append(len(input_ids) - 1)
-
+        input_ids = [t for s in slices for t in s.sequence.token_ids[s.start_pos : s.end_pos]]
+        position_ids = [pos for s in slices for pos in range(s.start_pos, s.end_pos)]
         tables = [s.sequence.block_table for s in slices]
+        slots = [
+            slot
+            for s, table in zip(slices, tables, strict=True)
+            for slot in slot_mapping(table, s.start_pos, s.num_tokens, self.config.block_size)
+        ]
+        starts = [0, *accumulate(s.num_tokens for s in slices)]
+        ends = zip(slices, starts[1:], strict=True)
+        logit_rows = [end - 1 for s, end in ends if s.end_pos == s.sequence.num_tokens]
+
         width = max(map(len, tables))
+        tables = [table + [0] * (width - len(table)) for table in tables]
         rows = self._tensor([input_ids, position_ids, slots])
         metadata = AttentionMetadata(
             kv_cache=self.kv_cache,
             slots=rows[2],
-            query_start_loc=query_start_loc,
+            query_start_loc=starts,
             context_lens=[s.end_pos for s in slices],
-            block_tables=self._tensor([table + [0] * (width - len(table)) for table in tables]),
+            block_tables=self._tensor(tables),
         )
         return {
             "input_ids": rows[0:1],

@@ -71,13 +71,10 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Refuse what could never finish; otherwise return the `max_tokens` to use.
+        """Return the `max_tokens` to use, for None all the room that is left.
 
-        None asks for all the room that is left. The last generated token is never written to the
-        cache, so the cache needs one slot less than the sequence has tokens in the end.
-
-        Raises:
-            ValueError: the prompt alone, or with `max_tokens`, exceeds a limit.
+        Raises ValueError for what could never finish. The last generated token is never written to
+        the cache, so it needs no slot.
         """
         num_slots = self.block_manager.num_blocks * self.block_manager.block_size
         room = min(self.max_model_len, num_slots + 1) - num_prompt_tokens
@@ -159,12 +156,7 @@ class Scheduler:
         return sequence
 
     def commit(self, batch: ScheduledBatch, token_ids: Iterable[int]) -> None:
-        """Record that the step was computed: its K and V are in the cache.
-
-        Args:
-            batch: what `schedule` returned.
-            token_ids: one sampled token for each of `batch.sampling`, in that order.
-        """
+        """Record that `batch` was computed, and the tokens sampled for `batch.sampling`."""
         for s in batch.slices:
             s.sequence.cached_token_count = s.end_pos
         for sequence, token_id in zip(batch.sampling, token_ids, strict=True):

@@ -51,8 +51,5 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.request_id!r}, {self.status.value}, {self.num_prompt_tokens} prompt + "
-            f"{self.num_tokens - self.num_prompt_tokens} generated tokens, "
-            f"{self.cached_token_count} cached, blocks {self.block_table})"
-        )
+        cached = f"{self.cached_token_count} of {self.num_tokens} tokens cached"
+        return f"Sequence({self.request_id!r}, {self.status.value}, {cached})"

@@ -1,4 +1,4 @@
-"""Decode graphs: what is copied in, what is padded. On CPU a "graph" just runs the forward again."""
+"""Decode graphs: what is copied in, what is padded. Here a "graph" just runs the forward again."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class AttentionMetadata:
         block_tables: int32 `[n, max_blocks]`, padded with zeros.
         num_decodes: how many slices at the front have one row.
         max_query_len, max_context_len: at least the largest; they size the kernels' grids.
-        kernels: the backend's module, see `backends`.
+        kernels: the backend's module, see `shared.backends`.
     """
 
     kv_cache: KVCache
@@ -68,7 +68,6 @@ def paged_attention(
     meta = attn_metadata
     k_cache, v_cache = meta.kv_cache.layer(module.layer_idx)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     kernels, n = meta.kernels, meta.num_decodes
 

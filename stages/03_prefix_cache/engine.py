@@ -106,6 +106,4 @@ class LLMEngine(EngineBase):
         return super().stats() | {
             "cached_blocks": self.block_manager.num_cached_blocks,
             "evictions": self.block_manager.num_evictions,
-            "prompt_tokens": self.scheduler.num_prompt_tokens,
-            "hit_tokens": self.scheduler.num_hit_tokens,
         }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shared.backends import load_kernels
 from shared.memory import choose_num_blocks
 from shared.models import inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata
-from .backends import load_kernels
 from .block_manager import slot_mapping
 from .config import EngineConfig
 from .cuda_graph import DecodeGraphs
@@ -36,11 +37,11 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model = model
         self.shape = inspect_model(model, config.max_model_len)
-        self.kernels = load_kernels(config.attention_backend, self.shape.device)
+        self.kernels = load_kernels(__package__, config.attention_backend, self.shape.device)
         self.graphs: DecodeGraphs | None = None
-        self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
         chunk_size = config.max_prefill_chunk_size or CHUNK_SIZES[self.shape.device.type]
-        self.config = dataclasses.replace(self.config, max_prefill_chunk_size=chunk_size)
+        config = dataclasses.replace(config, max_prefill_chunk_size=chunk_size)
+        self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
         num_blocks = config.num_blocks or choose_num_blocks(self.shape, self.config, self._profile)
         self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
@@ -97,28 +98,23 @@ class ModelRunner:
     #     context_lens      3                8        2
     def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
         """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
-        input_ids: list[int] = []
-        position_ids: list[int] = []
-        slots: list[int] = []
-        logit_rows: list[int] = []
-        query_start_loc = [0]
-        for s in slices:
-            input_ids += s.sequence.token_ids[s.start_pos : s.end_pos]
-            position_ids += range(s.start_pos, s.end_pos)
-            slots += slot_mapping(
-                s.sequence.block_table, s.start_pos, s.num_tokens, self.config.block_size
-            )
-            query_start_loc.append(len(input_ids))
-            if s.end_pos == s.sequence.num_tokens:
-                logit_rows.append(len(input_ids) - 1)
-
+        input_ids = [t for s in slices for t in s.sequence.token_ids[s.start_pos : s.end_pos]]
+        position_ids = [pos for s in slices for pos in range(s.start_pos, s.end_pos)]
         tables = [s.sequence.block_table for s in slices]
+        slots = [
+            slot
+            for s, table in zip(slices, tables, strict=True)
+            for slot in slot_mapping(table, s.start_pos, s.num_tokens, self.config.block_size)
+        ]
+        starts = [0, *accumulate(s.num_tokens for s in slices)]
+        ends = zip(slices, starts[1:], strict=True)
+        logit_rows = [end - 1 for s, end in ends if s.end_pos == s.sequence.num_tokens]
+
         width = max(map(len, tables))
-        rows = self._tensor([input_ids, position_ids, slots])
-        context_lens = [s.end_pos for s in slices]
-        lens = self._tensor([query_start_loc, [*context_lens, 0]], torch.int32)
-        query_lens = [s.num_tokens for s in slices]
         tables = [table + [0] * (width - len(table)) for table in tables]
+        rows = self._tensor([input_ids, position_ids, slots])
+        query_lens, context_lens = zip(*((s.num_tokens, s.end_pos) for s in slices), strict=True)
+        lens = self._tensor([starts, [*context_lens, 0]], torch.int32)
         metadata = AttentionMetadata(
             kv_cache=self.kv_cache,
             slots=rows[2],

@@ -52,7 +52,9 @@ def test_C2_every_length_around_every_chunk_size(make_engine: Any, tiny: Any, ch
     engine.model_runner.kv_cache.pool.fill_(float("nan"))
     outputs = engine.generate(prompts, greedy(5), use_tqdm=False)
     for output, prompt in zip(outputs, prompts, strict=True):
-        assert output.token_ids == reference_tokens(tiny.model, prompt, 5), f"prompt of {len(prompt)}"
+        assert output.token_ids == reference_tokens(tiny.model, prompt, 5), (
+            f"prompt of {len(prompt)}"
+        )
     most = max(len(chunks_of(engine, o.request_id, len(o.prompt_token_ids))) for o in outputs)
     assert most == -(-(2 * chunk + 1) // chunk) == 3 or chunk == 1
 
