@@ -1,0 +1,83 @@
+"""What the pages can call: code, diffs, figures, numbers and results, in the page's language.
+
+The plugin `mkdocs-macros` calls `define_env`. Pages then say, in double braces, for instance
+`code("stages/01_block_manager/block_manager.py", "slot_mapping")`. An error ends the build.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tools import (  # noqa: E402
+    docs_bench,
+    docs_code,
+    docs_example,
+    docs_figures,
+    docs_tables,
+)
+
+DATA = ROOT / "docs" / "_data"
+DEFAULT_LOCALE = "en"
+
+
+def read_data(name: str, locale: str = DEFAULT_LOCALE) -> dict[str, Any]:
+    """`_data/NAME.LOCALE.yml`, or the English one where there is none in that language."""
+    path = DATA / f"{name}.{locale}.yml"
+    if not path.is_file():
+        path = DATA / f"{name}.{DEFAULT_LOCALE}.yml"
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def pending() -> list[str]:
+    """Result files that pages already name and that are still to be measured."""
+    return list(yaml.safe_load((DATA / "pending.yml").read_text(encoding="utf-8")) or [])
+
+
+def define_env(env: Any) -> None:
+    """Add macros and variables to the pages. Called once, by the plugin."""
+
+    def locale() -> str:
+        return getattr(env.page.file, "locale", None) or DEFAULT_LOCALE
+
+    def words() -> dict[str, Any]:
+        return read_data("words", locale())
+
+    env.variables["fact"] = docs_example.facts()
+
+    @env.macro
+    def code(path: str, name: str = "", **options: Any) -> str:
+        """A function, a class or a part of it, as it stands in the repository."""
+        return docs_code.listing(path, name, **options)
+
+    @env.macro
+    def stage_diff(before: int, after: int) -> str:
+        """What a stage changes, file by file, with the reasons from `_data/diffs.*.yml`."""
+        sentences = read_data("diffs", locale())[f"{before:02d}-{after:02d}"]
+        return docs_code.stage_diff(before, after, sentences, words()["diff"])
+
+    @env.macro
+    def figure(name: str) -> str:
+        """A drawing made by `tools/docs_figures.py`, with its caption."""
+        return docs_figures.figure(name, words()["figures"])
+
+    @env.macro
+    def results(name: str, table: str, columns: list[str], **options: Any) -> str:
+        """A table of measured numbers, with machine and date; or that it is still to come."""
+        said = words()["results"]
+        if name in pending():
+            caption = options.get("caption", "")
+            return f'<div class="pending">{said["pending"]} {caption} <code>{name}</code></div>'
+        return docs_bench.results_table(docs_bench.load(name), table, columns, said, **options)
+
+    @env.macro
+    def table(name: str) -> str:
+        """A table computed by `tools/docs_tables.py`."""
+        return docs_tables.table(name, words()["tables"])

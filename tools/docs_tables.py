@@ -1,0 +1,204 @@
+"""The tables of the course that are computed: from shapes of real models, from runs without a model.
+
+Each is Markdown. Heads and words come from `docs/_data/words.LOCALE.yml`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tools import docs_code
+from tools import docs_example as example
+from tools.docs_code import DocsError
+
+Words = Mapping[str, Any]
+GIB = 2**30
+
+
+def table(name: str, words: Mapping[str, Words]) -> str:
+    """One of `TABLES`, as Markdown. Raises DocsError if it is not known or has no words."""
+    if name not in TABLES:
+        raise DocsError(f"no table {name!r}; there are {', '.join(TABLES)}")
+    if name not in words:
+        raise DocsError(f"table {name!r} has no words")
+    return TABLES[name](words[name])
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], right: int = 1) -> str:
+    """Columns from the `right`-th on are aligned to the right."""
+    lines = [heads, ["---" if i < right else "--:" for i in range(len(heads))], *rows]
+    return "\n" + "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+# --- shapes of real models --------------------------------------------------------------------
+
+
+def kv(words: Words) -> str:
+    """Bytes of K and V: of a token, of the running example's document, of a full context."""
+    rows = []
+    for name, config in example.configs().items():
+        size = example.kv_bytes_per_token(config)
+        layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+        context = config["max_position_embeddings"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"2 × {layers} × {heads} × {config['head_dim']} × 2 = {size:,}",
+                f"{size * example.DOCUMENT_TOKENS / 2**20:,.0f} MiB",
+                f"{context:,}",
+                f"{size * context / GIB:,.2f} GiB",
+                f"{2 * example.num_parameters(config) / GIB:,.2f} GiB",
+            ]
+        )
+    return _markdown(words["heads"], rows)
+
+
+def work(words: Words) -> str:
+    """Arithmetic per step against weights read per step, for one real model in 16 bits."""
+    config = example.configs()["llama-3.1-8b"]
+    weights = 2 * example.num_parameters(config)
+    rows = []
+    for label, tokens in zip(words["rows"], (1, 4, 256, 1500), strict=True):
+        flops = tokens * weights  # a multiplication and an addition per weight of two bytes
+        rows.append(
+            [label, f"{tokens:,}", f"{flops / 1e12:,.2f}", f"{weights / 1e9:.1f}", f"{tokens:,}"]
+        )
+    return _markdown(words["heads"], rows)
+
+
+# --- runs -------------------------------------------------------------------------------------
+
+
+def counters(words: Words) -> str:
+    """The document's counters, step by step, on stage 04."""
+    rows = []
+    generated = 0
+    for step in example.run(4)[example.ARRIVALS[example.DOCUMENT] :][:9]:
+        name = example.DOCUMENT
+        generated += name in step.sampled
+        _, start_pos, num_tokens = next(s for s in step.slices if s[0] == name)
+        cached = step.cached[name]
+        rows.append(
+            [
+                step.index,
+                f"{start_pos:,} .. {start_pos + num_tokens:,}",
+                step.states[name].upper(),
+                f"{min(cached, example.DOCUMENT_TOKENS):,}",
+                f"{cached:,}",
+                generated,
+                len(step.tables[name]),
+            ]
+        )
+    return _markdown(words["heads"], rows)
+
+
+def _story(keeper: example.Bookkeeper, words: Words) -> str:
+    """Steps of two sequences: who holds how many blocks, who is in which state, who gave way."""
+    rows = []
+    for step in keeper.steps:
+        slices = ", ".join(f"{n} {a}..{a + k}" for n, a, k in step.slices)
+        cells: list[object] = [step.index, slices]
+        for name in ("A", "B"):
+            state = step.states.get(name)
+            blocks = len(step.tables.get(name, []))
+            cells.append(f"{state.upper()}, {blocks}" if state else words["done"])
+        rows.append([*cells, step.num_free_blocks, ", ".join(step.preempted)])
+    return _markdown(words["heads"], rows)
+
+
+def preemption(words: Words) -> str:
+    """Stage 01, 8 blocks of 4, two prompts of 9 tokens with 9 to generate."""
+    return _story(preemption_run(), words)
+
+
+def preemption_run() -> example.Bookkeeper:
+    keeper = example.Bookkeeper(1, num_blocks=8, block_size=4)
+    for name, first in (("A", 0), ("B", 100)):
+        keeper.add(name, range(first, first + 9), 9)
+    while keeper.scheduler.has_unfinished():
+        keeper.step()
+    return keeper
+
+
+def deadlock(words: Words) -> str:
+    """Stage 04, 6 blocks of 4, chunks of 4, two prompts of 16 tokens."""
+    return _story(deadlock_run(), words)
+
+
+def deadlock_run() -> example.Bookkeeper:
+    keeper = example.Bookkeeper(4, num_blocks=6, block_size=4, max_prefill_chunk_size=4)
+    for name, first in (("A", 0), ("B", 100)):
+        keeper.add(name, range(first, first + 16), 2)
+    while keeper.scheduler.has_unfinished():
+        keeper.step()
+    return keeper
+
+
+def orders(words: Words) -> str:
+    """A document, and a new prompt in every step: PREFILLING before WAITING, and the other way."""
+    rows = []
+    for label, order in zip(words["rows"], ("123", "132"), strict=True):
+        keeper = orders_run(order)
+        slices = example.chunks(keeper.steps, example.DOCUMENT)
+        last = slices[-1][0]
+        short = next(s.index for s in keeper.steps if "new0" in s.sampled)
+        held = sum(len(s.tables[example.DOCUMENT]) for s in keeper.steps[:last])
+        rows.append([label, len(slices), last + 1, short + 1, f"{held:,}"])
+    return _markdown(words["heads"], rows)
+
+
+def orders_run(order: str) -> example.Bookkeeper:
+    """Stage 04 with the paragraphs of `schedule` in this order, a budget of 256 tokens a step."""
+    keeper = example.Bookkeeper(
+        4,
+        num_blocks=2000,
+        max_num_batched_tokens=256,
+        max_num_seqs=200,
+        enable_prefix_caching=False,
+    )
+    keeper.scheduler.__class__ = reordered(order)
+    keeper.add(example.DOCUMENT, range(example.DOCUMENT_TOKENS), 1)
+    keeper.step()
+    for i in range(60):
+        keeper.add(f"new{i}", range(200), 1)
+        keeper.step()
+    return keeper
+
+
+def reordered(order: str) -> Any:
+    """Stage 04's `Scheduler` with the three numbered paragraphs of `schedule` in another order."""
+    path = "stages/04_chunked_prefill/scheduler.py"
+    first, last = docs_code.span(path, "Scheduler.schedule")
+    lines = docs_code._source(path)[first - 1 : last]
+    starts = [
+        i for i, line in enumerate(lines) if line.strip().startswith(("# 1.", "# 2.", "# 3."))
+    ]
+    end = max(i for i, line in enumerate(lines) if line.startswith("        return"))
+    if len(starts) != 3:
+        raise DocsError(f"{path}: schedule has no three numbered paragraphs any more")
+    bounds = [*starts, end]
+    parts = [lines[bounds[i] : bounds[i + 1]] for i in range(3)]
+    body = [*lines[: starts[0]], *(line for i in order for line in parts[int(i) - 1]), *lines[end:]]
+    room = example.rooms(4).scheduler
+    scope: dict[str, Any] = dict(vars(room))
+    source = ast.parse("class Scheduler(Scheduler):\n" + "\n".join(body))
+    exec(compile(source, f"{path}, order {order}", "exec"), scope)
+    return scope["Scheduler"]
+
+
+def work_per_token(words: Words) -> str:
+    """Tokens computed between two tokens of chat A: the most, on each stage."""
+    rows = []
+    for stage, label in zip((1, 2, 3, 4), words["rows"], strict=True):
+        gaps = example.tokens_between(example.run(stage), "A")
+        document = example.chunks(example.run(stage), example.DOCUMENT)
+        rows.append([label, f"{max(gaps):,}", len(document), f"{sum(n for _, _, n in document):,}"])
+    return _markdown(words["heads"], rows)
+
+
+TABLES: dict[str, Callable[[Words], str]] = {
+    make.__name__: make
+    for make in (kv, work, counters, preemption, deadlock, orders, work_per_token)
+}
