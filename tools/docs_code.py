@@ -68,7 +68,7 @@ def definitions(path: str) -> dict[str, Definition]:
 
 
 def span(path: str, name: str, comments: bool = True) -> tuple[int, int]:
-    """First and last line (from 1) of a definition, with its decorators and the comment above it."""
+    """First and last line, from 1, of a definition with its decorators and the comment above."""
     known = definitions(path)
     if name not in known:
         raise DocsError(f"{path} defines no {name}; it defines {', '.join(known)}")

@@ -190,7 +190,7 @@ def table_to_pool(words: Words) -> Drawing:
     canvas.text(4, 18, words["logical"], "small muted")
     size, block_width = example.BLOCK_SIZE, 160
     for i, _ in enumerate(table):
-        x = 6 + i * (block_width + 8)
+        x = 6.0 + i * (block_width + 8)
         filled = min(size, cached - i * size)
         for slot in range(size):
             colour = "A" if slot < filled else "free"
@@ -598,7 +598,8 @@ def occupancy(words: Words) -> Drawing:
     for steps, colour in reversed(runs):
         path = ""
         for step in steps[first : last + 1]:
-            path += f"{'L' if path else 'M'}{x(step.index):.1f} {y(step.num_held):.1f}H{x(step.index + 1):.1f}"
+            path += f"{'L' if path else 'M'}{x(step.index):.1f} {y(step.num_held):.1f}"
+            path += f"H{x(step.index + 1):.1f}"
         canvas.path(path, colour, 2.4)
     _legend(canvas, left + 4, 20, [("doc", words["chunks"]), ("shared", words["whole"])])
     at = example.ARRIVALS[example.DOCUMENT]

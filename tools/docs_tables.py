@@ -1,4 +1,4 @@
-"""The tables of the course that are computed: from shapes of real models, from runs without a model.
+"""The computed tables of the course: from shapes of real models, and from runs without a model.
 
 Each is Markdown. Heads and words come from `docs/_data/words.LOCALE.yml`.
 """
