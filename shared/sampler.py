@@ -16,8 +16,7 @@ from .outputs import Request, SampledToken
 
 __all__ = ["SampledToken", "Sampler"]
 
-# Enough of the likeliest tokens to hold `top_p` of the mass in most steps. Finding them is much
-# cheaper than sorting a vocabulary; a row whose mass is spread wider is sorted after all.
+# How many of the likeliest tokens `top_p` looks at first.
 NUM_TOP_P_CANDIDATES = 256
 
 
@@ -227,22 +226,24 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     with the last are kept, so that the outcome does not depend on their order.
     """
     probs = scores.softmax(dim=-1)
-    num_candidates = min(NUM_TOP_P_CANDIDATES, probs.shape[1])
-    candidates = probs.topk(num_candidates, dim=-1).values
-    mass = candidates.cumsum(dim=-1)
-    least = _least_kept(candidates, mass, top_p)
-    # Each row decides for itself, so that its outcome does not depend on its batch.
-    spread = (mass[:, -1] < top_p[:, 0]).nonzero()[:, 0]
-    if num_candidates < probs.shape[1] and len(spread):
-        every = probs[spread].sort(dim=-1, descending=True).values
-        least[spread] = _least_kept(every, every.cumsum(dim=-1), top_p[spread])
+    vocab_size = probs.shape[1]
+    least = torch.empty_like(top_p)
+    # A few of the likeliest tokens hold enough in most rows, and finding them is much cheaper
+    # than sorting the vocabulary. Each row decides for itself whether it needs more, so that its
+    # outcome does not depend on its batch.
+    rows = torch.arange(len(probs), device=probs.device)
+    num_candidates = NUM_TOP_P_CANDIDATES
+    while len(rows):
+        num_candidates = min(num_candidates, vocab_size)
+        candidates = probs[rows].topk(num_candidates, dim=-1).values
+        mass = candidates.cumsum(dim=-1)
+        num_kept = (mass - candidates < top_p[rows]).sum(dim=-1, keepdim=True)
+        least[rows] = candidates.gather(1, num_kept - 1)
+        if num_candidates == vocab_size:
+            break
+        rows = rows[mass[:, -1] < top_p[rows, 0]]
+        num_candidates *= 16
     return scores.masked_fill(probs < least, -math.inf)
-
-
-def _least_kept(probs: Tensor, mass: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest probability to keep, [n, 1]. probs: [n, m], largest first; mass: their sums."""
-    num_kept = (mass - probs < top_p).sum(dim=-1, keepdim=True)
-    return probs.gather(1, num_kept - 1)
 
 
 def _logprobs(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.outputs import Request, SampledToken
-from shared.sampler import NUM_TOP_P_CANDIDATES, Sampler
+from shared.sampler import NUM_TOP_P_CANDIDATES, Sampler, _keep_top_p
 from shared.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
@@ -165,19 +165,18 @@ def test_top_p(top_p):
 
 
 def test_top_p_where_the_mass_is_spread_wide():
-    """More tokens are kept than the first look takes in; a narrow row beside it stays narrow."""
-    vocab_size = 4 * NUM_TOP_P_CANDIDATES
-    wide, narrow = torch.linspace(0, 1, vocab_size), torch.linspace(0, 2000, vocab_size)
-    logits = torch.stack([wide, narrow]).repeat(4000, 1)
-    requests = [make_request(top_p=0.5)] * len(logits)
-    tokens = [token.token_id for token in Sampler(seed=0).sample(logits, requests)]
-    kept = kept_by_top_p(wide, 0.5)
-    assert len(kept) > NUM_TOP_P_CANDIDATES
-    assert set(tokens[0::2]) <= kept
-    # 4,000 draws from about 390 tokens, the rarest with 1 of 490: few are missed.
-    assert len(set(tokens[0::2])) > 0.95 * len(kept)
-    assert min(tokens[0::2]) < min(kept) + 10
-    assert set(tokens[1::2]) == {vocab_size - 1}
+    """Rows that need the first look, a second one, and the whole vocabulary, side by side."""
+    vocab_size = 50 * NUM_TOP_P_CANDIDATES
+    widths = torch.tensor([200.0, 20.0, 1.0, 200.0])
+    scores = torch.linspace(0, 1, vocab_size) * widths[:, None]
+    top_p = torch.tensor([[0.5], [0.9], [0.5], [0.9]])
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
+    kept = _keep_top_p(scores[:, order], top_p).isfinite()
+    expected = [kept_by_top_p(scores[row, order], float(top_p[row])) for row in range(4)]
+    assert [set(row.nonzero()[:, 0].tolist()) for row in kept] == expected
+    sizes = [len(one) for one in expected]
+    assert sizes[0] < sizes[3] < NUM_TOP_P_CANDIDATES < sizes[1] < 16 * NUM_TOP_P_CANDIDATES
+    assert 16 * NUM_TOP_P_CANDIDATES < sizes[2] < vocab_size
 
 
 @pytest.mark.parametrize("min_p", [0.01, 0.2, 0.7, 1.0])
