@@ -74,7 +74,8 @@ def run(session: Session) -> None:
     report.workloads["long_prompt"] = workload.summary()
     rounds = args.rounds or size["rounds"]
     if args.chunk_sizes is not None:
-        sweep(session, workload, args.chunk_sizes or [64, 128, 256, 512, 1024, 2048], rounds)
+        chunk_sizes = args.chunk_sizes or [64, 128, 256, 512, 1024, 2048]
+        sweep(session, SWEEP, workload, chunk_sizes, rounds)
         return
 
     # 1. One engine for each row, used again in each round.
@@ -107,9 +108,10 @@ def run(session: Session) -> None:
 
 def make(session: Session, stage: int, workload: workloads.Workload, **options: Any) -> Any:
     """An engine with blocks for everything, so that nothing is preempted."""
-    if stage == 4:
-        size = 8192 if "target_step_ms" in options else session.args.chunk_size
-        options = {"max_prefill_chunk_size": size, **options}
+    if "target_step_ms" in options:
+        options["max_prefill_chunk_size"] = 8192  # only the target limits a chunk
+    elif stage == 4 and not options:
+        options["max_prefill_chunk_size"] = session.args.chunk_size
     longest = max(workload.lengths().values())
     return session.engine(
         stage,
@@ -194,19 +196,22 @@ def series(result: Run) -> dict[str, Any]:
 
 
 def sweep(
-    session: Session, workload: workloads.Workload, chunk_sizes: list[int], rounds: int
+    session: Session,
+    table: str,
+    workload: workloads.Workload,
+    chunk_sizes: list[int],
+    rounds: int,
 ) -> None:
     """Stage 04 at every chunk size."""
     report = session.report
     keys = [key for key in OWN if key != "over_target"]
-    report.show(SWEEP, keys, **{key: OWN[key] for key in keys})
-    session.args.chunk_size = max(chunk_sizes)
+    report.show(table, keys, **{key: OWN[key] for key in keys})
     engines = {
         str(size): make(session, 4, workload, max_prefill_chunk_size=size) for size in chunk_sizes
     }
     for name in session.turns(list(engines), rounds):
         values = measure(episode(engines[name], workload))
-        report.measure(SWEEP, "stage 04", values, chunk=int(name))
+        report.measure(table, "stage 04", values, chunk=int(name))
 
 
 def conclude(report: Report) -> None:
