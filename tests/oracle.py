@@ -168,7 +168,7 @@ class OracleModel(LlamaForCausalLM):
         """What is wrong with what a row reads from the cache, by position; None if nothing is."""
         past, future = context[: position + 1], context[position + 1 :]
         if -1 in context:
-            return f"it reads a slot that was never written, or one position twice: {context}"
+            return "it reads a slot that was never written, or one position twice"
         if any(future):
             also = [position + 1 + i for i, code in enumerate(future) if code]
             return f"it also reads the positions {also}, which are not its past"

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 class Reference(NamedTuple):
     """Greedy tokens of one prompt, alone.
 
-    margins: by how much each token's logit was above the second best.
+    margins: by how much each token's logit was above the second best, as a share of the largest.
     """
 
     token_ids: list[int]
@@ -62,5 +62,8 @@ def _generate(model: Any, prompt_token_ids: list[int], num_tokens: int) -> Refer
         model.set_attn_implementation(before)
     token_ids = output.sequences[0, len(prompt_token_ids) :].tolist()
     assert len(token_ids) == num_tokens, f"generate() ended after {len(token_ids)} tokens"
-    best = [logits[0].topk(2).values.tolist() for logits in output.logits]
-    return Reference(token_ids, [first - second for first, second in best])
+    margins = []
+    for logits in output.logits:
+        first, second = logits[0].topk(2).values.tolist()
+        margins.append((first - second) / logits.abs().max().item())
+    return Reference(token_ids, margins)

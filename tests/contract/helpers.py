@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shared import RequestOutput, SamplingParams
-from tests.reference import reference_tokens
+from tests.reference import reference, reference_tokens
 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
@@ -96,6 +96,24 @@ def check_tokens(
 def check_reference(output: RequestOutput, tiny: Any, num_tokens: int, engine: Any) -> None:
     """Assert that a request ended with `num_tokens` tokens, those of `generate()`."""
     check_tokens(output, reference_tokens(tiny[0], output.prompt_token_ids, num_tokens), engine)
+
+
+def compare_with_generate(output: RequestOutput, model: Any, num_tokens: int) -> int:
+    """Assert that a request has the tokens of `generate()`; return how many were compared.
+
+    Where the two best tokens are closer than rounding, either is right, and the rest of the output
+    depends on the choice; so the comparison ends there.
+    """
+    wanted, margins = reference(model, output.prompt_token_ids, num_tokens)
+    sure = next((i for i, margin in enumerate(margins) if margin < 1e-4), num_tokens)
+    got = output.token_ids
+    assert len(got) == num_tokens and output.finish_reason == "length", output
+    assert got[:sure] == wanted[:sure], (
+        f"request {output.request_id!r}, prompt {output.prompt_token_ids}:\n"
+        f"  got        {got}\n  generate() {wanted}\n"
+        f"  its margins {[f'{margin:.1e}' for margin in margins]}"
+    )
+    return sure
 
 
 def check_idle(engine: Any) -> None:

@@ -116,6 +116,26 @@ def test_S7_preempted_more_than_once(make_engine: MakeEngine, tiny: Any) -> None
         check_reference(outputs[request_id][-1], tiny, 20, engine)
 
 
+def test_S7_a_preempted_request_keeps_its_place(make_engine: MakeEngine, tiny: Any) -> None:
+    """It comes back before a request that arrived later."""
+    engine = make_engine(num_blocks=7)
+    ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(2)]
+    outputs: dict[str, list] = {}
+    while not preempted(engine):
+        collect(engine.step(), outputs)
+    late = engine.add_request(make_prompt(9, seed=2), greedy(9))
+    num_steps = len(engine.trace.steps)
+    drain(engine, outputs)
+    started = [
+        request_id for step in engine.trace.steps[num_steps:] for request_id, _, _ in step.slices
+    ]
+    assert started.index(ids[1]) < started.index(late), (
+        f"{ids[1]!r} was preempted before {late!r} arrived, and yet had to wait for it"
+    )
+    for request_id in (*ids, late):
+        check_reference(outputs[request_id][-1], tiny, 9, engine)
+
+
 @pytest.mark.parametrize("budget", [2, 3])
 def test_S5_as_many_decodes_as_the_token_budget(
     make_engine: MakeEngine, tiny: Any, budget: int

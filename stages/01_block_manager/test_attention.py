@@ -1,0 +1,132 @@
+"""Attention through block tables against attention that never heard of blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.models import ModelShape
+
+from .attention import AttentionMetadata, paged_attention, store_kv
+from .kv_cache import KVCache
+
+
+def make_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
+    shape = ModelShape(
+        num_layers=2,
+        num_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_model_len=1000,
+        vocab_size=1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    cache = KVCache(shape, num_blocks, block_size)
+    cache.pool.fill_(float("nan"))  # K2: what was never written must not be read
+    return cache
+
+
+def layer(layer_idx: int) -> nn.Module:
+    """A layer as far as attention looks at it."""
+    module = nn.Module()
+    module.layer_idx = layer_idx  # type: ignore[assignment]
+    return module
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Rows of `query` are the last of the context. All `[length, heads, head_dim]`, in float64."""
+    query, key, value = (x.double() for x in (query, key, value))
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    past = torch.arange(len(key)) <= torch.arange(len(key) - len(query), len(key))[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~past, -torch.inf).softmax(-1), value)
+
+
+def attend(
+    cache: KVCache, layer_idx: int, parts: list[tuple[int, int]], heads: tuple[int, int], dim: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention of one step, and the right answers.
+
+    Args:
+        parts: (context length, query length) of each sequence; what lies before its query is in
+            the cache already. A query length is 1 or the whole context, as in this stage.
+        heads: query heads and KV heads.
+    """
+    num_heads, num_kv_heads = heads
+    block_size = cache.block_size
+    free = torch.randperm(cache.pool.shape[2]).tolist()
+    starts, slots, tables, rows, answers = [0], [], [], [], []
+    for context_len, query_len in parts:
+        table = [free.pop() for _ in range(-(-context_len // block_size))]
+        where = [table[t // block_size] * block_size + t % block_size for t in range(context_len)]
+        key, value = torch.randn(2, context_len, num_kv_heads, dim)
+        query = torch.randn(query_len, num_heads, dim)
+        before = context_len - query_len
+        store_kv(
+            key[:before],
+            value[:before],
+            *cache.layer(layer_idx),
+            torch.tensor(where[:before]).long(),
+        )
+        rows.append((query, key[before:], value[before:]))
+        answers.append(dense_attention(query, key, value))
+        slots += where[before:]
+        tables.append(table)
+        starts.append(starts[-1] + query_len)
+    width = max(map(len, tables))
+    metadata = AttentionMetadata(
+        kv_cache=cache,
+        slots=torch.tensor(slots),
+        query_start_loc=starts,
+        context_lens=[context_len for context_len, _ in parts],
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
+    )
+    query, key, value = (torch.cat(x).transpose(0, 1)[None] for x in zip(*rows, strict=True))
+    output, weights = paged_attention(
+        layer(layer_idx), query, key, value, None, attn_metadata=metadata
+    )
+    assert weights is None and output.shape == (1, starts[-1], num_heads, dim)
+    return output[0], answers
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (8, 1)])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_K3_K4_a_mixed_batch(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
+    """Prefills and decodes side by side, contexts around a block's end."""
+    torch.manual_seed(0)
+    lengths = sorted({1, 2, block_size, block_size + 1, 2 * block_size - 1 or 1, 100})
+    parts = [(n, n) for n in lengths] + [(n, 1) for n in lengths]
+    cache = make_cache(600 // block_size + 12, block_size, heads[1], head_dim)
+    output, answers = attend(cache, 1, parts, heads, head_dim)
+    assert cache.layer(0)[0].isnan().all(), "another layer's cache was written"
+    for (context_len, query_len), got, answer in zip(
+        parts, output.split([q for _, q in parts]), answers, strict=True
+    ):
+        error = (got - answer).abs().max().item()
+        assert error < 1e-5, f"context {context_len}, query {query_len}: off by {error}"
+
+
+def test_K1_a_slot_of_minus_one_writes_nothing() -> None:
+    """In torch an index of -1 is the last one: a padding row would hit the pool's last slot."""
+    cache = make_cache(3, 4, num_kv_heads=1, head_dim=2)
+    k_cache, v_cache = cache.layer(0)
+    key, value = torch.randn(2, 3, 1, 2)
+    store_kv(key, value, k_cache, v_cache, torch.tensor([-1, 6, -1]))
+    for rows, pool in ((key, k_cache), (value, v_cache)):
+        slots = pool.flatten(0, 1)
+        assert torch.equal(slots[6], rows[1])
+        assert slots.isnan().all(dim=(1, 2)).tolist() == [slot != 6 for slot in range(12)]
+
+
+def test_a_scale_of_the_model_s_own() -> None:
+    cache = make_cache(2, 4, num_kv_heads=1, head_dim=8)
+    query, key, value = torch.randn(3, 1, 1, 3, 8)
+    metadata = AttentionMetadata(cache, torch.arange(3), [0, 3], [3], torch.tensor([[0]]))
+    output, _ = paged_attention(layer(0), query, key, value, None, 0.5, attn_metadata=metadata)
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    wanted = dense_attention(rows[0] * 0.5 * 8**0.5, rows[1], rows[2])
+    assert (output[0] - wanted).abs().max() < 1e-5
