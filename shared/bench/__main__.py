@@ -103,6 +103,7 @@ def quiet_libraries() -> None:
         console=Console(stderr=True), show_time=False, show_path=False, show_level=False
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

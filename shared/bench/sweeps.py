@@ -53,7 +53,12 @@ def run(session: Session) -> None:
     if "block" in args.of:
         block_sizes(session, chat, args.block or size["block"], rounds)
     if "pool" in args.of:
-        pool_sizes(session, chat, args.pool or size["pool"], rounds)
+        # Answers longer than prompts: what was admitted grows until the pool is full.
+        talk = workloads.chat(
+            *(session.text(), args.seed, size["num_requests"], (16, 64)),
+            max_tokens=2 * size["max_tokens"],
+        )
+        pool_sizes(session, talk, args.pool or size["pool"], rounds)
 
 
 def chunk_sizes(session: Session, chunks: list[int], rounds: int, size: dict[str, Any]) -> None:
@@ -89,7 +94,7 @@ def pool_sizes(
 ) -> None:
     """Preemptions against throughput, from a pool that hardly fits anybody to one for all."""
     report, stage = session.report, session.args.stage
-    report.workloads["chat"] = workload.summary()
+    report.workloads["chat, long answers"] = workload.summary()
     shown = ("output_tok_s", "ttft_p50", "ttft_max", "itl_max", "kv_waste")
     report.show(POOLS, [*PREEMPTED, *shown], **PREEMPTED, **{key: MEASURES[key] for key in shown})
     options = rows.engine_options(workload)
