@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .outputs import Request, RequestOutput
+from .outputs import Request, RequestOutput, SampledToken
 from .prompts import encode, eos_token_ids
 from .sampling_params import SamplingParams
 from .trace import StepRecord, Trace
@@ -114,6 +114,20 @@ class EngineBase:
     def _deliver(self, request: Request) -> None:
         self._inboxes.get(request.request_id, self._outbox).append(request.output())
 
+    def _fail(self, batch: Any) -> None:
+        """End all requests of a batch that could not be computed."""
+        for s in batch.slices:
+            self._finish(s.sequence.request_id, "error", time.perf_counter())
+
+    def _hand_out(self, requests: list[Request], sampled: list[SampledToken], now: float) -> None:
+        """Give each request its token; end those for which it was the last."""
+        for request, token in zip(requests, sampled, strict=True):
+            reason = request.append(token, now)
+            if reason:
+                self._finish(request.request_id, reason, now)
+            else:
+                self._deliver(request)
+
     def _record(self, batch: Any, start: float, end: float) -> None:
         """Add a step to the trace and to the counts."""
         running = self.scheduler.running
@@ -156,14 +170,15 @@ class EngineBase:
         """
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        if not isinstance(sampling_params, list):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts, but {len(sampling_params)} sampling_params")
+        each: list[Any] = [sampling_params] * len(prompts)
+        if isinstance(sampling_params, list):
+            each = sampling_params
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
 
         request_ids: list[str] = []
         try:
-            for prompt, params in zip(prompts, sampling_params, strict=True):
+            for prompt, params in zip(prompts, each, strict=True):
                 request_ids.append(self.add_request(prompt, params))
                 self._inboxes[request_ids[-1]] = []
             with tqdm(total=len(prompts), disable=not use_tqdm, unit="request") as progress:
@@ -227,6 +242,7 @@ class EngineBase:
             **self._totals,
             "waiting": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
+            "prefilling": sum(s.status.value == "prefilling" for s in self.scheduler.running),
             "num_blocks": self.block_manager.num_blocks,
             "free_blocks": self.block_manager.num_free_blocks,
         }

@@ -17,6 +17,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 MAX_STAGE_LINES = 800
+# The last stage has three options besides its subject (a share for decodes, whole prompts reserved
+# at once, a target for the time of a step), which nobody has to copy on.
+MAX_LAST_STAGE_LINES = 880
+LAST_STAGE = "04"
 MAX_FILE_LINES = 260
 
 # Neither counted nor held to the file limit: compiled kernels, CUDA graphs, tests.
@@ -79,6 +83,11 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
+def max_lines(stage: str) -> int:
+    """Lines that a stage may have, without kernels, graphs and tests."""
+    return MAX_LAST_STAGE_LINES if stage.startswith(LAST_STAGE) else MAX_STAGE_LINES
+
+
 def changed_lines(old: Sequence[str], new: Sequence[str]) -> int:
     """Lines removed plus lines added by a smallest possible diff."""
     start = 0
@@ -130,8 +139,9 @@ def measure(stage: Path) -> Report:
     }
     longest = max(((size, name) for name, size in sizes.items()), default=(0, "-"))
     report = Report(stage.name, sum(sizes.values()), longest)
-    if report.lines > MAX_STAGE_LINES:
-        report.problems.append(f"{report.lines} lines, at most {MAX_STAGE_LINES} are allowed")
+    allowed = max_lines(report.stage)
+    if report.lines > allowed:
+        report.problems.append(f"{report.lines} lines, at most {allowed} are allowed")
     for name, size in sizes.items():
         if size > MAX_FILE_LINES:
             report.problems.append(f"{name} has {size} lines, at most {MAX_FILE_LINES} are allowed")
@@ -192,7 +202,7 @@ def main() -> int:
     found = reports(Path(__file__).resolve().parent.parent)
     print(f"{'stage':20}{'lines':>12}{'longest file':>24}{'changed lines':>16}")
     for report in found:
-        lines = f"{report.lines} of {MAX_STAGE_LINES}"
+        lines = f"{report.lines} of {max_lines(report.stage)}"
         longest = f"{report.longest[1]} {report.longest[0]}"
         changed = "-"
         if report.changed is not None:

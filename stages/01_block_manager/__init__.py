@@ -1,6 +1,5 @@
 """Stage 01, block manager: continuous batching over a paged KV cache."""
 
-from .config import EngineConfig
-from .engine import LLMEngine
+from .engine import EngineConfig, LLMEngine
 
 __all__ = ["EngineConfig", "LLMEngine"]

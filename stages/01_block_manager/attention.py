@@ -7,10 +7,11 @@ Knows tensors and block tables, but no sequence and no scheduler. `transformers`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from .kv_cache import KVCache
@@ -38,7 +39,7 @@ class AttentionMetadata:
 
 
 def paged_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -50,13 +51,9 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the form that `transformers.AttentionInterface` asks for.
 
-    Args:
-        query: `[1, num_heads, T, head_dim]`.
-        key, value: `[1, num_kv_heads, T, head_dim]`.
-        scaling: factor on the scores; None is `head_dim ** -0.5`.
-
-    Returns:
-        `[1, T, num_heads, head_dim]`, and no attention weights.
+    `query` is `[1, num_heads, T, head_dim]`, `key` and `value` `[1, num_kv_heads, T, head_dim]`;
+    `scaling` multiplies the scores, None is `head_dim ** -0.5`. Returns `[1, T, num_heads,
+    head_dim]`, and no attention weights.
     """
     meta = attn_metadata
     k_cache, v_cache = meta.kv_cache.layer(module.layer_idx)

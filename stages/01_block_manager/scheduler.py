@@ -17,10 +17,7 @@ from .sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True)
 class Slice:
-    """Tokens `start_pos .. end_pos` of one sequence, to be computed in one step.
-
-    Prefill and decode are the same thing: a decode is a slice of one.
-    """
+    """Tokens `start_pos .. end_pos` of one sequence, to compute now. A decode is a slice of one."""
 
     sequence: Sequence
     start_pos: int

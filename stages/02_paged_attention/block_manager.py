@@ -60,8 +60,7 @@ class BlockManager:
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Grow `sequence.block_table` to hold its first `num_tokens` tokens.
 
-        Raises:
-            RuntimeError: too few free blocks; nothing has changed then.
+        Raises RuntimeError, and changes nothing, if too few blocks are free.
         """
         if not self.can_allocate(sequence, num_tokens):
             raise RuntimeError(f"{sequence}: {num_tokens} tokens, {self.num_free_blocks} blocks")
@@ -75,8 +74,7 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take back all blocks of `sequence`.
 
-        Raises:
-            RuntimeError: its table names a block that is free already.
+        Raises RuntimeError if its table names a block that is free already.
         """
         for block in reversed(sequence.block_table):
             self._release(block)

@@ -41,7 +41,7 @@ class LLMEngine(EngineBase):
         super().__init__(*model)
         self.model_runner = ModelRunner(model[0], config)
         self.config = config = self.model_runner.config
-        self.block_manager = BlockManager(config.num_blocks, config.block_size)
+        self.block_manager = BlockManager(self.model_runner.kv_cache.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.block_manager)
         self.sampler = Sampler()
 
@@ -53,9 +53,8 @@ class LLMEngine(EngineBase):
     ) -> str:
         """Queue a request and return its id.
 
-        Raises:
-            ValueError: the prompt is empty, has an id outside the vocabulary or can never fit;
-                or `request_id` names a live request. Nothing has changed then.
+        Raises ValueError if the prompt is empty, has an id outside the vocabulary or can never fit,
+        or if `request_id` names a live request. Nothing has changed then.
         """
         request = self._new_request(prompt, sampling_params, request_id, self.scheduler.check)
         request_id = request.request_id
@@ -79,17 +78,11 @@ class LLMEngine(EngineBase):
             sampled = self.sampler.sample(logits, requests)
         except Exception:
             logger.exception("a step failed; its %d requests end", len(batch.slices))
-            for s in batch.slices:
-                self._finish(s.sequence.request_id, "error", time.perf_counter())
+            self._fail(batch)
             return
         end = time.perf_counter()
 
         # 3. Record, and hand out the tokens.
         self.scheduler.commit(batch, [token.token_id for token in sampled])
         self._record(batch, start, end)
-        for request, token in zip(requests, sampled, strict=True):
-            reason = request.append(token, end)
-            if reason:
-                self._finish(request.request_id, reason, end)
-            else:
-                self._deliver(request)
+        self._hand_out(requests, sampled, end)

@@ -1,6 +1,5 @@
 """Stage 03, prefix cache: computed prefixes are found again and shared."""
 
-from .config import EngineConfig
-from .engine import LLMEngine
+from .engine import EngineConfig, LLMEngine
 
 __all__ = ["EngineConfig", "LLMEngine"]

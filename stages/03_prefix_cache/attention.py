@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from .kv_cache import KVCache
@@ -45,7 +46,7 @@ class AttentionMetadata:
 
 
 def paged_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -57,13 +58,9 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the form that `transformers.AttentionInterface` asks for.
 
-    Args:
-        query: `[1, num_heads, T, head_dim]`.
-        key, value: `[1, num_kv_heads, T, head_dim]`.
-        scaling: factor on the scores; None is `head_dim ** -0.5`.
-
-    Returns:
-        `[1, T, num_heads, head_dim]`, and no attention weights.
+    `query` is `[1, num_heads, T, head_dim]`, `key` and `value` `[1, num_kv_heads, T, head_dim]`;
+    `scaling` multiplies the scores, None is `head_dim ** -0.5`. Returns `[1, T, num_heads,
+    head_dim]`, and no attention weights.
     """
     meta = attn_metadata
     k_cache, v_cache = meta.kv_cache.layer(module.layer_idx)

@@ -20,22 +20,16 @@ class Sequence:
     The newest generated token is *not* in the cache: it is the input of the next decode. So after
     a prefill of P tokens `cached_token_count == P` with one generated token, and after the first
     decode it is P + 1 with two.
-
-    Args:
-        request_id: unique among live requests.
-        prompt_token_ids: at least one token id.
-        max_tokens: upper bound on generated tokens.
-        cache_salt: only sequences of the same salt share cached prefixes.
     """
 
     def __init__(
         self, request_id: str, prompt_token_ids: list[int], max_tokens: int, cache_salt: str = ""
     ) -> None:
-        self.request_id = request_id
+        self.request_id = request_id  # unique among live requests
         self.token_ids = list(prompt_token_ids)  # prompt, then generated
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_tokens = max_tokens
-        self.cache_salt = cache_salt
+        self.max_tokens = max_tokens  # generated ones
+        self.cache_salt = cache_salt  # prefixes are shared only under the same salt
         self.block_hashes: list[bytes] = []  # of the full blocks looked up or published so far
         self.num_hit_tokens: int | None = None  # prompt tokens found in the cache when admitted
         self.block_table: list[int] = []  # physical block of logical block i

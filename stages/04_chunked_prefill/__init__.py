@@ -1,6 +1,5 @@
 """Stage 04, chunked prefill: long prompts are computed piece by piece between decodes."""
 
-from .config import EngineConfig
-from .engine import LLMEngine
+from .engine import EngineConfig, LLMEngine
 
 __all__ = ["EngineConfig", "LLMEngine"]

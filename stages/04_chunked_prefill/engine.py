@@ -42,7 +42,7 @@ class LLMEngine(EngineBase):
         super().__init__(*model)
         self.model_runner = ModelRunner(model[0], config)
         self.config = config = self.model_runner.config
-        self.block_manager = BlockManager(config.num_blocks, config.block_size)
+        self.block_manager = BlockManager(self.model_runner.kv_cache.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.block_manager)
         self.scheduler.step_time = StepTimeModel() if config.target_step_ms else None
         self.sampler = Sampler()
@@ -56,9 +56,8 @@ class LLMEngine(EngineBase):
     ) -> str:
         """Queue a request and return its id. Only requests of one `cache_salt` share prefixes.
 
-        Raises:
-            ValueError: the prompt is empty, has an id outside the vocabulary or can never fit;
-                or `request_id` names a live request. Nothing has changed then.
+        Raises ValueError if the prompt is empty, has an id outside the vocabulary or can never fit,
+        or if `request_id` names a live request. Nothing has changed then.
         """
         request = self._new_request(prompt, sampling_params, request_id, self.scheduler.check)
         request_id = request.request_id
@@ -82,33 +81,26 @@ class LLMEngine(EngineBase):
             sampled = self.sampler.sample(logits, requests)
         except Exception:
             logger.exception("a step failed; its %d requests end", len(batch.slices))
-            for s in batch.slices:
-                self._finish(s.sequence.request_id, "error", time.perf_counter())
+            self._fail(batch)
             return
         end = time.perf_counter()
 
-        if self.scheduler.step_time:
-            self.scheduler.step_time.observe(batch.slices, end - start)
         # 3. Record, and hand out the tokens.
+        self.scheduler.commit(batch, [token.token_id for token in sampled])
         for request, sequence in zip(requests, batch.sampling, strict=True):
             request.metrics.num_cached_tokens = sequence.num_hit_tokens or 0
-        self.scheduler.commit(batch, [token.token_id for token in sampled])
+        if self.scheduler.step_time:
+            self.scheduler.step_time.observe(batch.slices, end - start)
         self._record(batch, start, end)
-        for request, token in zip(requests, sampled, strict=True):
-            reason = request.append(token, end)
-            if reason:
-                self._finish(request.request_id, reason, end)
-            else:
-                self._deliver(request)
+        self._hand_out(requests, sampled, end)
 
     def reset_prefix_cache(self) -> int:
         """Forget the cached blocks that nobody holds; return how many those were."""
         return self.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:
-        """As in stage 02, how well the prefix cache does, and what is half done."""
+        """As in stage 02, and how well the prefix cache does."""
         return super().stats() | {
             "cached_blocks": self.block_manager.num_cached_blocks,
             "evictions": self.block_manager.num_evictions,
-            "prefilling": sum(s.status.value == "prefilling" for s in self.scheduler.running),
         }

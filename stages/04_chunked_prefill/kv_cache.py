@@ -16,7 +16,7 @@ class KVCache:
     """
 
     def __init__(self, shape: ModelShape, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.pool = torch.empty(
             (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim),
             dtype=shape.dtype,

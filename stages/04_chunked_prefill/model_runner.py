@@ -28,10 +28,8 @@ CHUNK_SIZES = {"cuda": 512, "cpu": 256}  # defaults of max_prefill_chunk_size
 class ModelRunner:
     """Owns the KV cache and calls the model.
 
-    `config` is the given one with `num_blocks` and `max_model_len` filled in.
-
-    Raises:
-        ValueError: the model needs something that the attention lacks, or the pool would be empty.
+    `config` is the given one with its None filled in. Raises ValueError if the model needs more
+    than our attention can do, or if there is no memory for a block.
     """
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
@@ -61,8 +59,7 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch) -> Tensor:
         """Compute all slices of `batch` in one forward; their keys and values go to the cache.
 
-        Returns:
-            Logits `[len(batch.sampling), vocab_size]`, in that order.
+        Returns logits `[len(batch.sampling), vocab_size]`, in that order.
         """
         inputs = self._prepare(batch.slices)
         if self.graphs and self.graphs.fit(inputs):

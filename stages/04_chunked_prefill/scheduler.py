@@ -18,10 +18,7 @@ from .sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True)
 class Slice:
-    """Tokens `start_pos .. end_pos` of one sequence, to be computed in one step.
-
-    Prefill and decode are the same thing: a decode is a slice of one.
-    """
+    """Tokens `start_pos .. end_pos` of one sequence, to compute now. A decode is a slice of one."""
 
     sequence: Sequence
     start_pos: int
@@ -30,6 +27,9 @@ class Slice:
     @property
     def end_pos(self) -> int:
         return self.start_pos + self.num_tokens
+
+
+Batch = dict[Sequence, Slice]  # while it is being put together
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Scheduler:
         self.max_num_decodes = int(config.max_num_batched_tokens * (config.max_decode_share or 1))
         self.max_prefill_chunk_size = config.max_prefill_chunk_size or config.max_num_batched_tokens
         self.reserve_full_prompt = config.reserve_full_prompt
-        self.target_step_ms = config.target_step_ms
+        self.target_step_ms = config.target_step_ms or 0
         self.step_time: Any = None  # the engine's model of step times, if there is a target
         self.num_steps = 0
         # Each running sequence decodes a token a step, so more seats than tokens would be idle.
@@ -107,7 +107,7 @@ class Scheduler:
         Apart from preemption nothing else changes until `commit`: a step that is given up half-way
         can be scheduled again.
         """
-        batch: dict[Sequence, Slice] = {}
+        batch: Batch = {}
         preempted: list[Sequence] = []
         self.num_steps += 1
 
@@ -157,30 +157,24 @@ class Scheduler:
         Under `max_decode_share` those go first whose last token is longest ago.
         """
         decodes = [s for s in self.running if s.status is SequenceStatus.RUNNING]
-        if len(decodes) <= self.max_num_decodes or not (
-            self.waiting or len(decodes) < len(self.running)
-        ):
-            return decodes
-        return sorted(decodes, key=lambda s: s.last_step)[: max(1, self.max_num_decodes)]
+        if self.waiting or len(decodes) < len(self.running):
+            decodes = sorted(decodes, key=lambda s: s.last_step)[: max(1, self.max_num_decodes)]
+        return decodes
 
-    def _chunk_len(self, sequence: Sequence, start_pos: int, batch: dict[Sequence, Slice]) -> int:
+    def _chunk_len(self, sequence: Sequence, start_pos: int, batch: Batch) -> int:
         """How many tokens of `sequence` to compute from `start_pos` on, beside those of `batch`."""
         budget = self.max_num_batched_tokens - sum(s.num_tokens for s in batch.values())
         chunk_len = min(sequence.num_tokens - start_pos, self.max_prefill_chunk_size, budget)
         if self.step_time is None or chunk_len == 0:
             return chunk_len
-        seconds = self.target_step_ms / 1000
-        return self.step_time.longest_chunk(batch.values(), start_pos, chunk_len, seconds)
+        target = self.target_step_ms / 1000
+        return self.step_time.longest_chunk(batch.values(), start_pos, chunk_len, target)
 
     # Invariant: blocks flow from the youngest to the oldest, whatever their states are.
     #
     #     running   | older: keep theirs | asks now | younger: may have to give up |
     def _make_room(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        batch: dict[Sequence, Slice],
-        preempted: list[Sequence],
+        self, sequence: Sequence, num_tokens: int, batch: Batch, preempted: list[Sequence]
     ) -> bool:
         """Grow its table to `num_tokens` tokens; False if no younger one is left to take from."""
         while not self.block_manager.can_allocate(sequence, num_tokens):

@@ -1,0 +1,4 @@
+"""The contract, on this stage."""
+
+from tests.contract import *
+from tests.contract.whole_prompts import *

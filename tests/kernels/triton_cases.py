@@ -1,0 +1,258 @@
+"""The Triton kernels, against dense attention in float64.
+
+Not collected by itself: stage tests run this file in a process of its own, since Triton decides at
+import whether kernels are compiled or interpreted. TRITON_KERNELS names the file with the kernels;
+with TRITON_INTERPRET=1 they run on the CPU, over a small part of the grid, else on the GPU, over
+all of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.kernels.cases import (
+    DTYPES,
+    GRID,
+    Case,
+    Problem,
+    assert_close,
+    decode,
+    make_problem,
+    one_by_one,
+    pairwise,
+    prefill,
+    slots_of,
+)
+
+SOURCE = Path(os.environ.get("TRITON_KERNELS", ""))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PLAIN = Case(torch.float32, head_dim=64, group=3, block_size=16)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    return load(SOURCE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted_dot_of_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as bare bits, and its dot multiplies these. Widen them."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_dot
+
+    def widened(x: TensorHandle) -> TensorHandle:
+        if x.data.dtype != np.uint16:
+            return x
+        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return original(self, widened(a), widened(b), *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def problem_of(case: Case, contexts: list[int], query_lens: list[int], **options) -> Problem:
+    return make_problem(case, contexts, query_lens, device=DEVICE, **options)
+
+
+def check_decode(kernels: ModuleType, case: Case) -> None:
+    problem = problem_of(case, case.contexts, [1] * 5)
+    assert_close(decode(kernels, problem, num_splits=3), problem.answer, case.dtype)
+
+
+def check_prefill(kernels: ModuleType, case: Case) -> None:
+    """Whole prompts, the end of one, and a slice of one token after a long past."""
+    contexts = [context for context in (*case.contexts, 40) if context]
+    problem = problem_of(case, contexts, [*contexts[:-2], 1, 13])
+    assert_close(prefill(kernels, problem), problem.answer, case.dtype)
+
+
+@pytest.mark.parametrize("case", pairwise(GRID) if INTERPRETED else GRID, ids=str)
+def test_k3_grid(kernels: ModuleType, case: Case) -> None:
+    check_decode(kernels, case)
+    check_prefill(kernels, case)
+
+
+def test_small_part_of_the_grid_has_all_pairs() -> None:
+    small = pairwise(GRID)
+    assert len(small) < 30
+    for i in range(4):
+        for j in range(i):
+            assert {(c[i], c[j]) for c in small} == {(c[i], c[j]) for c in GRID}
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7, 64, None])
+def test_any_number_of_splits(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, num_splits: int | None
+) -> None:
+    """Down to one tile per split: more splits than the merge takes at once, and empty ones."""
+    monkeypatch.setattr(kernels, "MIN_SPLIT_LEN", 1)
+    case = PLAIN
+    tile = kernels.decode_config(case.group, case.head_dim, case.dtype, 80)["TILE"]
+    assert 700 // tile > kernels.MERGE_TILE
+    problem = problem_of(case, [700, 0, 1, 33], [1] * 4)
+    assert_close(decode(kernels, problem, num_splits=num_splits), problem.answer, case.dtype)
+
+
+def test_splits_fill_the_chip(kernels: ModuleType) -> None:
+    choose = kernels.choose_num_splits
+    assert choose(512, 4096, 132) == 2  # a batch that nearly fills it by itself
+    assert choose(8, 8192, 132) == 64
+    assert choose(8, 1000, 132) == 8  # a short context is not cut to pieces
+    assert choose(3, 1, 132) == 1
+    assert choose(10_000, 100_000, 132) == 1
+
+
+@pytest.mark.parametrize("query_lens", [[1], [200], [1, 1, 50, 1], [129, 0, 64, 3]])
+def test_slices_of_any_length(kernels: ModuleType, query_lens: list[int]) -> None:
+    """Slices over several row tiles, empty ones, and some with a past that ends within a block."""
+    contexts = [length + 37 * (i % 2) for i, length in enumerate(query_lens)]
+    problem = problem_of(PLAIN, contexts, query_lens)
+    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_k4_mixed_batch_equals_its_members(kernels: ModuleType, dtype: torch.dtype) -> None:
+    case = PLAIN._replace(dtype=dtype)
+    together = problem_of(case, [1, 300, 16, 33], [1] * 4)
+    out = decode(kernels, together, num_splits=2)
+    for rows, alone in one_by_one(together):
+        assert torch.equal(decode(kernels, alone, num_splits=2), out[rows])
+
+    together = problem_of(case, [150, 1, 20, 64], [7, 1, 20, 33])
+    out = prefill(kernels, together)
+    for rows, alone in one_by_one(together):
+        assert torch.equal(prefill(kernels, alone), out[rows])
+
+
+@pytest.mark.parametrize("context", [127, 128])
+def test_k5_last_position_of_a_full_block_table(kernels: ModuleType, context: int) -> None:
+    problem = problem_of(PLAIN, [context, 40], [1, 1], max_blocks=8)
+    assert_close(decode(kernels, problem), problem.answer, PLAIN.dtype)
+    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
+
+
+def test_grid_may_be_larger_than_the_batch_needs(kernels: ModuleType) -> None:
+    """A recorded launch has the grid of the longest context that may come, and padding rows."""
+    problem = problem_of(PLAIN, [5, 0, 300, 0], [1] * 4)
+    out = kernels.paged_decode(
+        problem.query, problem.k_cache, problem.v_cache, problem.block_tables,
+        problem.context_lens, 100_000, problem.scale,
+    )  # fmt: skip
+    assert_close(out, problem.answer, PLAIN.dtype)
+    assert (out[[1, 3]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_k1_store_writes_its_slots_and_no_other(kernels: ModuleType, dtype: torch.dtype) -> None:
+    k_cache, v_cache = torch.full((2, 5, 4, 3, 80), -7.0, dtype=dtype, device=DEVICE)
+    key, value = torch.randn(2, 3, 4, 80).to(dtype).to(DEVICE).transpose(1, 2)
+    kernels.store_kv(key, value, k_cache, v_cache, torch.tensor([6, -1, 0, 17], device=DEVICE))
+    for cache, rows in ((k_cache, key), (v_cache, value)):
+        flat = cache.flatten(0, 1)
+        assert torch.equal(flat[[6, 0, 17]], rows[[0, 2, 3]])
+        untouched = [i for i in range(20) if i not in (6, 0, 17)]
+        assert (flat[untouched] == -7).all()  # the last slot too, where an index of -1 would go
+
+
+def test_strided_rows_are_taken_as_they_come(kernels: ModuleType) -> None:
+    """Models hand over [T, H, D] as a view of [H, T, D]."""
+    problem = problem_of(PLAIN, [50, 20, 33], [1] * 3)
+    problem.query = problem.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not problem.query.is_contiguous()
+    assert_close(decode(kernels, problem), problem.answer, PLAIN.dtype)
+    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is only used when written")
+def test_pool_of_more_than_2_31_elements(kernels: ModuleType) -> None:
+    """32-bit offsets would wrap around."""
+    small = problem_of(PLAIN._replace(dtype=torch.float16), [70, 40], [1, 1])
+    count, *block = small.k_cache.shape
+    shift = 2**31 // small.k_cache[0].numel()
+    large = torch.empty(2, shift + count, *block, dtype=torch.float16, device=DEVICE)
+    large[0, shift:], large[1, shift:] = small.k_cache, small.v_cache
+    small.k_cache, small.v_cache = large
+    small.block_tables += shift
+    assert_close(decode(kernels, small), small.answer, torch.float16)
+    assert_close(prefill(kernels, small), small.answer, torch.float16)
+    slots = slots_of(small.block_tables[0], 68, 70, PLAIN.block_size)
+    kernels.store_kv(small.key, small.value, *large, slots)
+    assert torch.equal(large[0].flatten(0, 1)[slots], small.key)
+
+
+def test_errors_name_the_numbers(kernels: ModuleType) -> None:
+    problem = problem_of(PLAIN, [20, 5], [1, 1])
+    for query, error, match in (
+        (problem.query.double(), TypeError, "float64"),
+        (problem.query[:, :5], ValueError, r"\(2, 5, 64\)"),
+        (problem.query[..., ::2], ValueError, r"\(2, 6, 32\)"),
+    ):
+        problem.query = query
+        with pytest.raises(error, match=match):
+            decode(kernels, problem)
+        with pytest.raises(error, match=match):
+            prefill(kernels, problem)
+
+
+MUTANTS = {
+    "decode reads one token too many": ("exists = t < end", "exists = t <= end"),
+    "prefill loads one token too many": ("kv_head, t, t < end,", "kv_head, t, t <= end,"),
+    "prefill sees one token ahead": (
+        "t[None, :] <= position[:, None]",
+        "t[None, :] <= position[:, None] + 1",
+    ),
+    "decode swaps the head map": (
+        "head = kv_head * GROUP + m\n",
+        "head = m * KV_HEADS + kv_head\n",
+    ),
+    "prefill swaps the head map": (
+        "kv_head * GROUP + row % GROUP",
+        "row % GROUP * KV_HEADS + kv_head",
+    ),
+    "a tile does not rescale": ("acc = acc * rescale[:, None] +", "acc = acc +"),
+    "the merge does not rescale": ("part * part_rescale[:, None]", "part"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_is_noticed(tmp_path: Path, mutant: str) -> None:
+    """The checks above must fail on kernels with a typical fault, or they would prove nothing."""
+    before, after = MUTANTS[mutant]
+    source = SOURCE.read_text()
+    assert source.count(before) == 1
+    (tmp_path / "mutant.py").write_text(source.replace(before, after))
+    kernels = load(tmp_path / "mutant.py")
+    case = Case(torch.float32, head_dim=64, group=3, block_size=16)
+    with pytest.raises(AssertionError, match="not close"):
+        check_decode(kernels, case)
+        check_prefill(kernels, case)
+
+
+def test_triton_is_as_told(kernels: ModuleType) -> None:
+    """That the interpreter ran, or did not, is what the process was started for."""
+    assert (type(kernels._decode_kernel).__name__ == "InterpretedFunction") == INTERPRETED
+    assert triton.knobs.runtime.interpret == INTERPRETED
