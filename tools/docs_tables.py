@@ -9,6 +9,8 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tools import docs_code
 from tools import docs_example as example
 from tools.docs_code import DocsError
@@ -198,7 +200,82 @@ def work_per_token(words: Words) -> str:
     return _markdown(words["heads"], rows)
 
 
+def softmax(words: Words) -> str:
+    """The online softmax by hand: three blocks of two scores, values of one number."""
+    scores = np.array([[1.0, 3.0], [2.0, 5.0], [4.0, 0.0]])
+    values = np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
+    maximum, total, acc = -np.inf, 0.0, 0.0
+    rows = []
+    for i, (s, v) in enumerate(zip(scores, values, strict=True)):
+        new_maximum = max(maximum, s.max())
+        rescale = np.exp(maximum - new_maximum)
+        weights = np.exp(s - new_maximum)
+        total, acc = total * rescale + weights.sum(), acc * rescale + weights @ v
+        maximum = new_maximum
+        shown = ", ".join(f"{x:g}" for x in s), ", ".join(f"{x:g}" for x in v)
+        rows.append([i, *shown, f"{maximum:g}", f"{rescale:.4f}", f"{total:.4f}", f"{acc:.4f}"])
+    weights = np.exp(scores - scores.max())
+    exact = (weights * values).sum() / weights.sum()
+    if abs(acc / total - exact) > 1e-12:
+        raise DocsError("the online softmax does not give the softmax")
+    whole = words["whole"].format(acc=f"{acc:.4f}", total=f"{total:.4f}", out=f"{acc / total:.4f}")
+    return _markdown(words["heads"], rows) + f"\n{whole}\n"
+
+
+def gathered(words: Words) -> str:
+    """Bytes that one decode moves for attention, in all layers, with and without a copy."""
+    config = example.configs()["smollm2-135m"]
+    size = example.kv_bytes_per_token(config, itemsize=4)
+    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] + 1]
+    rows = []
+    for name, label in (("C", words["chat"]), (example.DOCUMENT, words["document"])):
+        tokens = step.cached[name]
+        mib = size * tokens / 2**20
+        rows.append([label, f"{tokens:,}", f"{mib:.1f}", f"{3 * mib:.1f}", f"{mib:.1f}"])
+    return _markdown(words["heads"], rows)
+
+
+def twins(words: Words) -> str:
+    """Two requests with the same prompt in one step of stage 03: their tables before and after."""
+    keeper = example.Bookkeeper(3)
+    first, second = (keeper.add(name, range(example.SYSTEM_TOKENS), 8) for name in "AB")
+    batch = keeper.scheduler.schedule()
+    rows = [[words["computed"], f"`{first.block_table}`", f"`{second.block_table}`"]]
+    keeper.scheduler.commit(batch, [1] * len(batch.sampling))
+    rows.append([words["committed"], f"`{first.block_table}`", f"`{second.block_table}`"])
+    return _markdown(words["heads"], rows)
+
+
+def lookups(words: Words) -> str:
+    """What lookups find in stage 03, for prompts of different kinds."""
+    keeper = example.Bookkeeper(3)
+
+    def serve(name: str, token_ids: list[int], max_tokens: int, **more: Any) -> list[int]:
+        """Serve a request to its end; return its tokens, the generated ones included."""
+        sequence = keeper.add(name, token_ids, max_tokens, **more)
+        while keeper.scheduler.has_unfinished():
+            keeper.step()
+        found = sequence.num_hit_tokens
+        rows.append([words[name], len(token_ids), found, len(token_ids) - found])
+        return list(sequence.token_ids)
+
+    rows: list[list[object]] = []
+    first = example.prompt("A")
+    system = first[: example.SYSTEM_TOKENS]
+    known = serve("cold", first, example.MAX_TOKENS["A"])
+    serve("other", example.prompt("B"), 1)
+    serve("again", first, 1)
+    serve("turn", [*known, *range(50_000, 50_020)], 1)
+    serve("boundary", system[:32], 1)
+    serve("changed", [99, *first[1:]], 1)
+    serve("salted", first, 1, cache_salt="somebody else")
+    return _markdown(words["heads"], rows)
+
+
 TABLES: dict[str, Callable[[Words], str]] = {
     make.__name__: make
-    for make in (kv, work, counters, preemption, deadlock, orders, work_per_token)
+    for make in (
+        *(kv, work, counters, preemption, deadlock, orders, work_per_token),
+        *(softmax, gathered, twins, lookups),
+    )
 }
