@@ -127,7 +127,7 @@ class OracleModel(LlamaForCausalLM):
         wanted = [[_code(prefix_hash) for prefix_hash in chain] for chain in chains]
         found = self._attend(1, positions, [codes[-1] for codes in wanted], kwargs)
         for row, codes in enumerate(wanted):
-            if found[row][: len(codes)] != codes:
+            if found[row][: len(codes)] != codes and not self.faults:
                 position = next(p for p, code in enumerate(codes) if found[row][p] != code)
                 self.faults.append(
                     f"row {row} (position {positions[row]}): the slot of position {position} has "

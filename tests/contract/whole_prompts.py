@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from .helpers import check_reference, describe, drain, greedy, make_prompt, preempted, run
+from .helpers import (
+    check_reference,
+    collect,
+    describe,
+    drain,
+    failing,
+    greedy,
+    make_prompt,
+    preempted,
+    run,
+)
 from .identity import MakeEngine
 from .limits import refused
 
@@ -47,3 +57,16 @@ def test_S7_a_preempted_request_may_have_outgrown_the_budget(
         assert step.num_tokens <= 9 or len(step.slices) == 1, f"{describe(step)}: budget 9"
     for request_id in ids:
         check_reference(outputs[request_id][-1], tiny, 9, engine)
+
+
+def test_A3_a_failing_prefill_leaves_those_that_decode(make_engine: MakeEngine, tiny: Any) -> None:
+    """A step of prompts has no decodes in it, so nothing of theirs is lost."""
+    engine = make_engine()
+    running = engine.add_request(make_prompt(5), greedy(6))
+    outputs: dict[str, list] = {}
+    collect(engine.step(), outputs)
+    failed = engine.add_request(make_prompt(7), greedy(6))
+    with failing(tiny[0], RuntimeError("a kernel failed")):
+        drain(engine, outputs)
+    assert outputs[failed][-1].finish_reason == "error"
+    check_reference(outputs[running][-1], tiny, 6, engine)
