@@ -265,7 +265,7 @@ def paged_decode(
             batch * num_kv_heads, max_context_len, _num_processors(query.device)
         )
     config = decode_config(num_heads // num_kv_heads, head_dim, query.dtype, _arch(query.device))
-    tiles = {key: config[key] for key in ("D", "TILE", "MIN_LEN")}
+    same = {key: config[key] for key in ("D", "TILE", "MIN_LEN")}
 
     splits = (batch, num_heads, num_splits)
     acc = query.new_empty(*splits, head_dim, dtype=torch.float32)
@@ -279,7 +279,7 @@ def paged_decode(
     )  # fmt: skip
     _merge_kernel[(batch, num_heads)](
         acc, maximum, total, context_lens, out, num_splits,
-        HEADS=num_heads, HEAD_DIM=head_dim, MERGE_TILE=MERGE_TILE, **tiles,
+        HEADS=num_heads, HEAD_DIM=head_dim, MERGE_TILE=MERGE_TILE, **same,
     )  # fmt: skip
     return out
 
@@ -329,46 +329,71 @@ def paged_prefill(
 
 
 def choose_num_splits(programs: int, max_context_len: int, num_processors: int) -> int:
-    """Splits per context, so that `programs` times as many fill every processor twice over."""
+    """Splits per context, so that `programs` times as many are a few for each processor."""
     useful = triton.cdiv(max_context_len, MIN_SPLIT_LEN)
-    return max(1, min(triton.cdiv(2 * num_processors, programs), useful, MAX_SPLITS))
+    return max(1, min(triton.cdiv(4 * num_processors, programs), useful, MAX_SPLITS))
 
 
 def decode_config(group: int, head_dim: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """Tile sizes and launch options of the decode kernel; fixed, so that nothing is tuned at run."""
-    d = triton.next_power_of_2(head_dim)
-    tile = max(16, min(64, 8192 // (d * dtype.itemsize)))
-    stages = 1 if arch < 80 else 5
+    """Tile sizes and launch options of `_decode_kernel`. Fixed: nothing is tuned while it runs.
+
+    Args:
+        arch: compute capability, 90 for sm_90.
+    """
+    d = _padded(head_dim)
     return {
         "D": d,
-        "M": max(16, triton.next_power_of_2(group)),
-        "TILE": tile,
+        "M": _padded(group),
+        "TILE": max(16, min(64, 8192 // (d * dtype.itemsize))),  # 8 KiB of K, as much of V
         "MIN_LEN": MIN_SPLIT_LEN,
         "num_warps": 4,
-        "num_stages": stages,
+        # A tile of K waits for a load that itself waits for one from the block table. To have two
+        # tiles under way the compiler needs twice the stages. Before sm_80 it cannot overlap them.
+        "num_stages": 5 if arch >= 80 else 1,
     }
 
 
 def prefill_config(head_dim: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    d = triton.next_power_of_2(head_dim)
-    m = 64 if dtype.itemsize == 2 else 32
-    return {"D": d, "M": m, "TILE": 32, "num_warps": 4, "num_stages": 1 if arch < 80 else 2}
+    """The same for `_prefill_kernel`, as large as registers allow without spilling much."""
+    d = _padded(head_dim)
+    if arch >= 80 and dtype.itemsize == 2:  # tensor cores
+        m, tile, num_warps = (128, 64, 8) if d <= 64 else (128, 32, 8) if d == 128 else (64, 32, 8)
+        return {"D": d, "M": m, "TILE": tile, "num_warps": num_warps, "num_stages": 3}
+    # Exact float32 has none, nor has Triton any for chips before sm_80.
+    m, tile, num_warps = (32, 32, 4) if d <= 64 else (16, 32, 4) if d == 128 else (16, 16, 4)
+    return {"D": d, "M": m, "TILE": tile, "num_warps": num_warps, "num_stages": 2}
+
+
+def _padded(size: int) -> int:
+    """The next side that a dot can have: a power of two, 16 at least."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def _check(rows: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    pass
+    """Refuse what the kernels would read wrongly. rows is query, key or value `[T, heads, D]`."""
+    dtypes = (rows.dtype, k_cache.dtype, v_cache.dtype)
+    if len({*dtypes}) > 1 or rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"rows, k_cache and v_cache must be of one dtype, 16 or 32 bits: {dtypes}")
+    shapes = [tuple(x.shape) for x in (rows, k_cache, v_cache)]
+    heads, dim = rows.shape[1:]
+    if k_cache.shape != v_cache.shape or dim != k_cache.shape[3] or heads % k_cache.shape[2]:
+        raise ValueError(f"rows, k_cache and v_cache do not fit together: {shapes}")
+    if dim > 256:
+        raise ValueError(f"head_dim is {dim}, at most 256 is supported")
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and rows.stride(2) == 1):
+        raise ValueError("k_cache, v_cache and the last dimension of the rows must be contiguous")
 
 
 @functools.cache
-def _num_processors(device) -> int:
+def _num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors; a few for the interpreter, which has no device."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _arch(device) -> int:
-    if device.type != "cuda":
-        return 80
-    major, minor = torch.cuda.get_device_capability(device)
+def _arch(device: torch.device) -> int:
+    """Compute capability, 90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
     return 10 * major + minor

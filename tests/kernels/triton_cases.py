@@ -238,18 +238,23 @@ MUTANTS = {
 }
 
 
+def check(kernels: ModuleType) -> None:
+    problem = problem_of(PLAIN, [17, 150], [1] * 2)
+    assert_close(decode(kernels, problem, num_splits=2), problem.answer, PLAIN.dtype)
+    problem = problem_of(PLAIN, [17, 150], [17, 3])
+    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_is_noticed(tmp_path: Path, mutant: str) -> None:
-    """The checks above must fail on kernels with a typical fault, or they would prove nothing."""
+def test_mutant_is_noticed(kernels: ModuleType, tmp_path: Path, mutant: str) -> None:
+    """A check must fail on kernels with a typical fault, or it would prove nothing."""
+    check(kernels)
     before, after = MUTANTS[mutant]
     source = SOURCE.read_text()
     assert source.count(before) == 1
     (tmp_path / "mutant.py").write_text(source.replace(before, after))
-    kernels = load(tmp_path / "mutant.py")
-    case = Case(torch.float32, head_dim=64, group=3, block_size=16)
     with pytest.raises(AssertionError, match="not close"):
-        check_decode(kernels, case)
-        check_prefill(kernels, case)
+        check(load(tmp_path / "mutant.py"))
 
 
 def test_triton_is_as_told(kernels: ModuleType) -> None:
