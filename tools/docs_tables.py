@@ -272,10 +272,87 @@ def lookups(words: Words) -> str:
     return _markdown(words["heads"], rows)
 
 
+def chunk_sizes(words: Words) -> str:
+    """128 streams and a prompt of 8,192 tokens: what the chunk size decides, counted."""
+    rows = []
+    for size in (256, 512, 1024, 2048, 4096, 8192):
+        keeper = example.Bookkeeper(
+            4,
+            num_blocks=1024,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192 + 128,
+            max_model_len=16_384,
+            max_prefill_chunk_size=size,
+            enable_prefix_caching=False,
+        )
+        for i in range(128):
+            keeper.add(f"{i}", [i], 200)
+        keeper.step()
+        keeper.add("long", range(8192), 1)
+        while "long" in keeper.sequences:
+            keeper.step()
+        chunks = example.chunks(keeper.steps, "long")
+        most = max(step.num_tokens for step in keeper.steps)
+        rows.append([f"{size:,}", len(chunks), f"{most:,}", 128 * (len(chunks) - 1)])
+    return _markdown(words["heads"], rows, right=0)
+
+
+def target(words: Words) -> str:
+    """Chunks that `target_step_ms` chooses for a prompt of 8,000 tokens, with a made-up cost."""
+    from shared.step_time import StepTimeModel, work
+
+    keeper = example.Bookkeeper(
+        4,
+        num_blocks=1024,
+        max_num_batched_tokens=8192,
+        max_model_len=16_384,
+        max_prefill_chunk_size=8192,
+        target_step_ms=20.0,
+    )
+    model = keeper.scheduler.step_time = StepTimeModel()
+    keeper.add("A", [1], 400)
+    rows: list[list[object]] = []
+    for index in range(400):
+        if index == 10:
+            keeper.add("long", range(8000), 1)
+        batch = keeper.scheduler.schedule()
+        _, tokens, context = work(batch.slices)
+        seconds = 2e-3 + 2e-5 * tokens + 5e-9 * context
+        model.observe(batch.slices, seconds)
+        keeper.scheduler.commit(batch, [1] * len(batch.sampling))
+        for s in batch.slices:
+            if s.sequence.request_id == "long":
+                rows.append([len(rows), f"{s.start_pos:,}", s.num_tokens, f"{1e3 * seconds:.1f}"])
+        if keeper.sequences.get("long") in batch.sampling:
+            break
+    shown = [*rows[:8], ["…", "", "", ""], *rows[-4:]]
+    return _markdown(words["heads"], shown, right=0)
+
+
+def abort(words: Words) -> str:
+    """The document is aborted after its third chunk: what comes back."""
+    keeper = example.Bookkeeper(4)
+    rows = []
+    for index in range(16):
+        for name, when in example.ARRIVALS.items():
+            if when == index:
+                keeper.add(name, example.prompt(name), example.MAX_TOKENS[name])
+        if index == 15:
+            keeper.finish(example.DOCUMENT, "abort")
+            rows.append([words["abort"], "FINISHED", 0, keeper.block_manager.num_free_blocks])
+        else:
+            step = keeper.step()
+            if index >= example.ARRIVALS[example.DOCUMENT]:
+                state = step.states[example.DOCUMENT].upper()
+                held = len(step.tables[example.DOCUMENT])
+                rows.append([f"{words['step']} {index}", state, held, step.num_free_blocks])
+    return _markdown(words["heads"], rows, right=2)
+
+
 TABLES: dict[str, Callable[[Words], str]] = {
     make.__name__: make
     for make in (
         *(kv, work, counters, preemption, deadlock, orders, work_per_token),
-        *(softmax, gathered, twins, lookups),
+        *(softmax, gathered, twins, lookups, chunk_sizes, target, abort),
     )
 }
