@@ -12,6 +12,8 @@ from types import ModuleType
 
 import torch
 
+from .models import ModelShape
+
 # Name -> module, the device it runs on, the package it needs. "auto" takes the first that runs.
 BACKENDS = {
     "triton": ("paged_attention_triton", "cuda", "triton"),
@@ -20,8 +22,8 @@ BACKENDS = {
 }
 
 
-def load_kernels(package: str | None, backend: str, device: torch.device) -> ModuleType:
-    """The kernels of `backend`, or, for "auto", of the fastest that runs on `device`.
+def load_kernels(package: str | None, backend: str, shape: ModelShape) -> ModuleType:
+    """The kernels of `backend`, or, for "auto", of the fastest that runs here; ready to be called.
 
     Args:
         package: the stage that asks, whose own kernels these are.
@@ -30,10 +32,13 @@ def load_kernels(package: str | None, backend: str, device: torch.device) -> Mod
         ValueError: `backend` cannot run here; the message says why.
     """
     if backend == "auto":
-        backend = next(name for name in BACKENDS if not _obstacle(name, device))
-    if obstacle := _obstacle(backend, device):
+        backend = next(name for name in BACKENDS if not _obstacle(name, shape.device))
+    if obstacle := _obstacle(backend, shape.device):
         raise ValueError(f"attention_backend {backend!r} cannot run here: {obstacle}")
-    return importlib.import_module(f".{BACKENDS[backend][0]}", package)
+    kernels = importlib.import_module(f".{BACKENDS[backend][0]}", package)
+    if hasattr(kernels, "warm_up"):
+        kernels.warm_up(shape.dtype)
+    return kernels
 
 
 def _obstacle(backend: str, device: torch.device) -> str | None:

@@ -7,6 +7,9 @@ head_dim]`. Token `t` of a sequence lies in block `block_table[t // block_size]`
 `t % block_size`. Decode reads it there; `_attend` below is the whole idea.
 """
 
+import logging
+from pathlib import Path
+
 import numba
 import numpy as np
 import torch
@@ -24,17 +27,26 @@ numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 # NaN and infinity stay legal: the running maximum starts at minus infinity.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
+logger = logging.getLogger(__name__)
+CACHE = Path(__file__).parent / "__pycache__"
 PREFILL_PIECE = 2048  # tokens: so many earlier ones are gathered at a time, which bounds memory
 
 
 def _jit(**options):
-    """`numba.njit` that keeps what it compiled on disk, if any folder for that is writable."""
+    """`numba.njit` that keeps what it compiled on disk, if any folder for that is writable.
+
+    What is kept is bound to this module's name. A copy of the file, or this one imported by another
+    name, must not find it, so the name is part of the path.
+    """
 
     def decorate(function):
+        elsewhere, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(CACHE / __name__)
         try:
             return numba.njit(cache=True, fastmath=FASTMATH, **options)(function)
         except RuntimeError:  # "cannot cache function: no locator available"
             return numba.njit(fastmath=FASTMATH, **options)(function)
+        finally:
+            numba.config.CACHE_DIR = elsewhere
 
     return decorate
 
@@ -236,6 +248,9 @@ def paged_decode(
     if heads != (0, 0) or k_cache.shape != v_cache.shape:
         shapes = [tuple(x.shape) for x in (query, k_cache, v_cache)]
         raise ValueError(f"query, k_cache and v_cache do not fit together: {shapes}")
+    longest, room = context_lens.numpy().max(initial=0), block_tables.shape[1] * k_cache.shape[1]
+    if longest > room:
+        raise ValueError(f"a context of {longest} tokens, but block tables for {room}")
     num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
     out = np.zeros(query.shape, np.float32)
@@ -245,6 +260,15 @@ def paged_decode(
         *(block_tables.numpy(), context_lens.numpy(), np.float32(scale), num_threads, out),
     )
     return torch.from_numpy(out).to(query.dtype)
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile now what a first decode would wait for; later starts find it on disk."""
+    if not (CACHE / __name__).exists():
+        logger.info("compiling the attention kernels for this machine, once")
+    query, cache = torch.zeros(1, 1, 8, dtype=dtype), torch.zeros(1, 1, 1, 8, dtype=dtype)
+    one = torch.ones(1, dtype=torch.int32)
+    paged_decode(query, cache, cache, torch.zeros(1, 1, dtype=torch.int32), one, 1, 1.0)
 
 
 def paged_prefill(

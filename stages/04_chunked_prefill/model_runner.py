@@ -35,7 +35,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model = model
         self.shape = inspect_model(model, config.max_model_len)
-        self.kernels = load_kernels(__package__, config.attention_backend, self.shape.device)
+        self.kernels = load_kernels(__package__, config.attention_backend, self.shape)
         self.graphs: DecodeGraphs | None = None
         chunk_size = config.max_prefill_chunk_size or CHUNK_SIZES[self.shape.device.type]
         config = dataclasses.replace(config, max_prefill_chunk_size=chunk_size)
