@@ -270,7 +270,7 @@ def _step_grid(stage: int, first: int, last: int, words: Words) -> Canvas:
     """Steps from left to right, sequences from top to bottom; a cell is the tokens of a slice."""
     steps = example.run(stage)[first : last + 1]
     width, left = 42, 92
-    canvas = Canvas(left + width * len(steps) + 4, 60 + 26 * len(NAMES) + 22)
+    canvas = Canvas(left + width * len(steps) + 4, 28 + 26 * len(NAMES) + 26)
     canvas.text(4, 18, words["step"], "small muted")
     for i, step in enumerate(steps):
         x = left + i * width

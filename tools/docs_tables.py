@@ -85,7 +85,7 @@ def counters(words: Words) -> str:
         rows.append(
             [
                 step.index,
-                f"{start_pos:,} .. {start_pos + num_tokens:,}",
+                f"{start_pos:,}&nbsp;..&nbsp;{start_pos + num_tokens:,}",
                 step.states[name].upper(),
                 f"{min(cached, example.DOCUMENT_TOKENS):,}",
                 f"{cached:,}",
