@@ -52,7 +52,10 @@ def test_S7_a_preempted_request_may_have_outgrown_the_budget(
     engine = make_engine(num_blocks=7, max_num_batched_tokens=9)
     ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(2)]
     outputs = drain(engine)
-    assert preempted(engine) and max(step.num_tokens for step in engine.trace.steps) > 9
+    assert preempted(engine)
+    # A prefix cache may hold what was computed; without one it is all computed again.
+    if "cached_blocks" not in engine.stats():
+        assert max(step.num_tokens for step in engine.trace.steps) > 9
     for step in engine.trace.steps:
         assert step.num_tokens <= 9 or len(step.slices) == 1, f"{describe(step)}: budget 9"
     for request_id in ids:
