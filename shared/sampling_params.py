@@ -28,7 +28,8 @@ class SamplingParams:
 
     temperature: divides the logits; below 1e-5 the choice is greedy.
     top_k: keep the k likeliest tokens; 0 and -1 switch it off, 1 is greedy.
-    top_p: keep the likeliest tokens that together hold at least this mass, in (0, 1].
+    top_p: keep the likeliest tokens that together hold at least this mass, in (0, 1]. Tokens as
+        likely as the last one that top_k or top_p keeps are kept with it.
     min_p: keep tokens at least this fraction as likely as the likeliest one, in [0, 1].
     repetition_penalty: over 0; divides positive and multiplies negative logits of every token
         that is in the prompt or in the output.

@@ -212,6 +212,16 @@ def test_d2_shown_text_that_decodes_differently_later():
     assert [piece for piece in pieces if piece] == ["你", "\ufffda"]
 
 
+def test_d2_bytes_that_one_bad_byte_spoils():
+    """Here no place is clean to cut at, so after a while all that is held is shown."""
+    tokenizer = Counting(byte_fallback())
+    pieces = stream(tokenizer, fallback_ids(b"\xff" + b"A" * 20, "▁cat"))
+    assert pieces[:MAX_HELD] == [""] * MAX_HELD
+    assert pieces[MAX_HELD] == "\ufffd" * (MAX_HELD + 1)
+    assert "".join(pieces).endswith(" cat")
+    assert max(tokenizer.sizes) <= 2 * (MAX_HELD + 1)
+
+
 def test_d2_text_that_gets_shorter():
     """A decoder that pulls punctuation to the word before it, as some clean-ups do."""
     words = ["It", " ", "is", " ", "!", " ", "so"]
