@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shared import SamplingParams, load_stage
 from shared.backends import load_kernels
+from shared.probe import ModelShape
 
 from . import rows
 from .metrics import MS, Measure
@@ -66,10 +67,8 @@ def run(session: Session) -> None:
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rounds = args.rounds or size["rounds"]
-    session.model()
     report.show(KERNELS, list(OWN), **OWN)
-    device = torch.device(report.model["device"])
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copy_bandwidth(session.shape().device)
     report.settings |= {"copy_gb_s": round(bandwidth, 1), "block_size": args.block_size}
     report.settings["threads"] = torch.get_num_threads()
     report.notes.append(f"copy bandwidth of this machine, in this run: {bandwidth:.1f} GB/s.")
@@ -111,11 +110,11 @@ def timed(call: Callable[[], Any], device: torch.device) -> float:
 
 def kernels(session: Session, context: int, batch: int, rounds: int, bandwidth: float) -> None:
     """All backends on sequences of `context` tokens, in turn."""
-    report = session.report
-    case = Case(report.model, context, batch, session.args.block_size, session.args.seed)
+    report, shape = session.report, session.shape()
+    case = Case(shape, context, batch, session.args.block_size, session.args.seed)
     stage = load_stage(2)
     calls: dict[str, Callable[[int], Tensor]] = {
-        name: functools.partial(case.paged, load_kernels(stage.__name__, name, case.device))
+        name: functools.partial(case.paged, load_kernels(stage.__name__, name, shape))
         for name in BACKENDS[case.device.type]
     }
     calls |= {DENSE: case.dense, DENSE_GQA: case.dense_gqa}
@@ -147,19 +146,18 @@ class Case:
     """Sequences of one length, their K and V both in blocks and contiguous, in several layers.
 
     Args:
-        model: the report's facts about the model, for the shape of its attention.
+        shape: of the model, whose attention it is.
         context: tokens of each sequence.
         batch: sequences.
     """
 
     def __init__(
-        self, model: dict[str, Any], context: int, batch: int, block_size: int, seed: int
+        self, shape: ModelShape, context: int, batch: int, block_size: int, seed: int
     ) -> None:
-        self.device = torch.device(model["device"])
-        self.dtype = getattr(torch, model["dtype"])
-        heads, kv_heads, dim = model["num_heads"], model["num_kv_heads"], model["head_dim"]
+        self.device, self.dtype = shape.device, shape.dtype
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         self.num_bytes = 2 * batch * context * kv_heads * dim * self.dtype.itemsize
-        self.num_layers = max(2, min(model["num_layers"], POOL_BYTES // self.num_bytes + 1))
+        self.num_layers = max(2, min(shape.num_layers, POOL_BYTES // self.num_bytes + 1))
         self.context = context
         self.scale = dim**-0.5
         width = -(-context // block_size)

@@ -104,9 +104,8 @@ def values(run: Run, bytes_per_token: int) -> dict[str, float | None]:
 
 
 def agreement(session: Session) -> Agreement:
-    """A check of all rows' tokens, with ties judged by the stock model."""
-    loaded = session.model()
-    gap = functools.partial(baselines.logit_gap, loaded.model)
+    """A check of all rows' tokens, with ties judged by the model that our rows share."""
+    gap = functools.partial(baselines.logit_gap, session.model().model)
     return Agreement(gap, NEAR_TIE[session.report.model["dtype"]])
 
 

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from shared import SamplingParams, load_stage
 from shared.memory import bytes_per_block
-from shared.models import LoadedModel, inspect_model, load_model
+from shared.models import LoadedModel, ModelShape, inspect_model, load_model
 
 from .options import base_name
 from .results import Report
@@ -42,22 +42,30 @@ class Session:
         self.args = args
         self.report = report
         self.console = Console(stderr=True)
+        self._shape: ModelShape | None = None
 
     def model(self) -> LoadedModel:
         """The model that our rows share, its linear layers packed where that helps."""
         loaded = self._load(pack_linears=True)
-        shape = inspect_model(loaded.model)
-        self.report.model = {
-            "name": base_name(self.args.model),
-            "dtype": str(shape.dtype).removeprefix("torch."),
-            "device": shape.device.type,
-            "num_layers": shape.num_layers,
-            "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "kv_bytes_per_token": bytes_per_block(shape, 1),
-        }
+        if self._shape is None:
+            shape = self._shape = inspect_model(loaded.model)
+            self.report.model = {
+                "name": base_name(self.args.model),
+                "dtype": str(shape.dtype).removeprefix("torch."),
+                "device": shape.device.type,
+                "num_layers": shape.num_layers,
+                "num_heads": shape.num_heads,
+                "num_kv_heads": shape.num_kv_heads,
+                "head_dim": shape.head_dim,
+                "kv_bytes_per_token": bytes_per_block(shape, 1),
+            }
         return loaded
+
+    def shape(self) -> ModelShape:
+        """The shape of that model."""
+        self.model()
+        assert self._shape is not None
+        return self._shape
 
     def stock_model(self) -> LoadedModel:
         """The same weights as `transformers` loads them."""
@@ -70,7 +78,7 @@ class Session:
 
     def bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes over all layers."""
-        return self.report.model["kv_bytes_per_token"]
+        return bytes_per_block(self.shape(), 1)
 
     def text(self) -> list[int]:
         """The text that workloads are cut from, as the model's token ids."""
