@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import logging
 import os
 import re
@@ -32,8 +33,6 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
     config_class = sys.modules[engine_class.__module__].EngineConfig
     parser = build_parser(config_class, f"python -m {engine_class.__module__.rpartition('.')[0]}")
     args = parser.parse_args(argv)
-    if args.prompts == ["-"]:
-        args.prompts = [sys.stdin.read()]
     handler = RichHandler(
         console=Console(stderr=True), show_time=False, show_path=False, show_level=False
     )
@@ -56,6 +55,7 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
+        args.prompts = [sys.stdin.read() if p == "-" else p for p in args.prompts]
         engine = engine_class(args.model, device=args.device, dtype=args.dtype, **options)
         return run(engine, args, params)
     except KeyboardInterrupt:
@@ -81,9 +81,10 @@ def run(engine: Any, args: argparse.Namespace, params: SamplingParams) -> int:
             for output in engine.step():
                 print(output.new_text, end="", flush=True)
                 failed |= output.finish_reason == "error"
-        print()
+        print(flush=True)
     else:
-        with LiveAnswers([prompt.strip().splitlines()[0] for prompt in args.prompts]) as answers:
+        titles = [prompt.strip().partition("\n")[0] for prompt in args.prompts]
+        with LiveAnswers(titles) as answers:
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     index = ids.index(output.request_id)
@@ -130,6 +131,6 @@ def build_parser(config_class: Any, prog: str) -> argparse.ArgumentParser:
 
 def attribute_docs(cls: Any) -> dict[str, str]:
     """The texts under `Attributes:` in a class's docstring, by name."""
-    _, _, section = (cls.__doc__ or "").partition("Attributes:")
-    entries = re.findall(r"^ {4,8}(\w+): (.+(?:\n {9,}.+)*)", section, re.MULTILINE)
+    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
