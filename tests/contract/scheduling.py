@@ -117,22 +117,22 @@ def test_S7_preempted_more_than_once(make_engine: MakeEngine, tiny: Any) -> None
 
 
 def test_S7_a_preempted_request_keeps_its_place(make_engine: MakeEngine, tiny: Any) -> None:
-    """It comes back before a request that arrived later."""
-    engine = make_engine(num_blocks=7)
-    ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(2)]
+    """It comes back before a request that arrived later, and has not begun."""
+    engine = make_engine(num_blocks=7, max_num_seqs=2)
+    ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(3)]
     outputs: dict[str, list] = {}
     while not preempted(engine):
         collect(engine.step(), outputs)
-    late = engine.add_request(make_prompt(9, seed=2), greedy(9))
+    assert preempted(engine) == [ids[1]] and ids[2] not in outputs
     num_steps = len(engine.trace.steps)
     drain(engine, outputs)
-    started = [
+    later = [
         request_id for step in engine.trace.steps[num_steps:] for request_id, _, _ in step.slices
     ]
-    assert started.index(ids[1]) < started.index(late), (
-        f"{ids[1]!r} was preempted before {late!r} arrived, and yet had to wait for it"
+    assert later.index(ids[1]) < later.index(ids[2]), (
+        f"{ids[1]!r} lost its blocks and then had to wait for {ids[2]!r}, which came after it"
     )
-    for request_id in (*ids, late):
+    for request_id in ids:
         check_reference(outputs[request_id][-1], tiny, 9, engine)
 
 
