@@ -349,10 +349,23 @@ def abort(words: Words) -> str:
     return _markdown(words["heads"], rows, right=2)
 
 
+def metadata(words: Words) -> str:
+    """What attention is told about a step: stage 01's step 13, five decodes."""
+    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] + 1]
+    mapping = example.rooms(1).block_manager.slot_mapping
+    rows = []
+    for row, (name, start_pos, num_tokens) in enumerate(step.slices):
+        table = step.tables[name]
+        slot = mapping(table, start_pos, num_tokens, example.BLOCK_SIZE)[0]
+        shown = str(table) if len(table) < 8 else f"[{table[0]}, {table[1]}, …, {table[-1]}]"
+        rows.append([name, row, f"{start_pos:,}", slot, f"{step.cached[name]:,}", f"`{shown}`"])
+    return _markdown(words["heads"], rows)
+
+
 TABLES: dict[str, Callable[[Words], str]] = {
     make.__name__: make
     for make in (
         *(kv, work, counters, preemption, deadlock, orders, work_per_token),
-        *(softmax, gathered, twins, lookups, chunk_sizes, target, abort),
+        *(softmax, gathered, metadata, twins, lookups, chunk_sizes, target, abort),
     )
 }
