@@ -292,6 +292,16 @@ class TestCache:
             smollm2.smollm2_folder()
         assert converted == []
 
+    def test_the_file_is_found_without_importing_its_package(self, monkeypatch, tmp_path):
+        package = tmp_path / smollm2.PACKAGE
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('needs llama.cpp')")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(ValueError, match="is not installed"):
+            smollm2.find_gguf()
+        (package / smollm2.GGUF_NAME).touch()
+        assert smollm2.find_gguf() == package / smollm2.GGUF_NAME
+
     def test_a_missing_wheel_is_named(self, monkeypatch, tmp_path):
         monkeypatch.setenv("MINI_VLLM_CACHE", str(tmp_path))
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
