@@ -251,7 +251,8 @@ def paged_decode(
     longest, room = context_lens.numpy().max(initial=0), block_tables.shape[1] * k_cache.shape[1]
     if longest > room:
         raise ValueError(f"a context of {longest} tokens, but block tables for {room}")
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    torch_threads = torch.get_num_threads()
+    num_threads = min(torch_threads, numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(num_threads)
     out = np.zeros(query.shape, np.float32)
     _decode(
@@ -259,6 +260,8 @@ def paged_decode(
         *(x.view(bits[x.dtype]).numpy() for x in (k_cache, v_cache)),
         *(block_tables.numpy(), context_lens.numpy(), np.float32(scale), num_threads, out),
     )
+    if torch.get_num_threads() != torch_threads:  # Numba's first launch sets it for the process
+        torch.set_num_threads(torch_threads)
     return torch.from_numpy(out).to(query.dtype)
 
 

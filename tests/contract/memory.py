@@ -281,12 +281,14 @@ def run_schedules(
     num_schedules: int,
     options: dict[str, list[Any]] | None = None,
     request_options: dict[str, list[Any]] | None = None,
+    length: int = 70,
 ) -> Counter:
     """Drive the stage's engine through random schedules; return how often what happened.
 
     Args:
         options, request_options: further arguments of the engine and of `add_request`, each with
             its choices.
+        length: most bytes of a schedule, of which a request takes about eight.
     """
     oracle, seen, log = OracleModel(), Counter(), LastException()
 
@@ -298,7 +300,7 @@ def run_schedules(
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.binary(min_size=25, max_size=70))
+    @given(st.binary(min_size=25, max_size=length))
     def run(data: bytes) -> None:
         schedule = read_schedule(data, options or {}, request_options or {})
         note(schedule)

@@ -1,0 +1,123 @@
+"""Faults that only a prefix cache or chunks can have: the random schedules must see each."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shared import load_stage
+from tests.contract.memory import run_schedules
+
+NUM_SCHEDULES = 300
+SALTS = {"cache_salt": ["", "", "a"]}
+CHUNKS = {"max_prefill_chunk_size": [1, 2, 3, 5]}
+
+
+def module(stage: ModuleType, name: str) -> Any:
+    return import_module(f"{stage.__name__}.{name}")
+
+
+@pytest.fixture
+def caching() -> ModuleType:
+    return load_stage(3)
+
+
+@pytest.fixture
+def chunking() -> ModuleType:
+    return load_stage(4)
+
+
+def must_fail(
+    stage: ModuleType, options: dict[str, list[Any]], match: str, length: int = 70
+) -> None:
+    with pytest.raises(AssertionError, match=match):
+        run_schedules(stage, NUM_SCHEDULES, options, SALTS if length == 70 else {}, length)
+
+
+def test_right_engines_pass(caching: ModuleType, chunking: ModuleType) -> None:
+    assert run_schedules(caching, 20, {}, SALTS)["length"] > 20
+    assert run_schedules(chunking, 20, CHUNKS, SALTS)["length"] > 20
+
+
+def test_publishing_before_the_forward(
+    caching: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails has then published blocks that nobody wrote."""
+    scheduler = module(caching, "scheduler").Scheduler
+    schedule = scheduler.schedule
+
+    def too_early(self: Any) -> Any:
+        batch = schedule(self)
+        for s in batch.slices:
+            before, s.sequence.cached_token_count = s.sequence.cached_token_count, s.end_pos
+            self.block_manager.publish(s.sequence, s.start_pos)
+            s.sequence.cached_token_count = before
+        return batch
+
+    monkeypatch.setattr(scheduler, "schedule", too_early)
+    must_fail(caching, {}, "never written|another prefix|holds|should hold")
+
+
+def test_eviction_forgets_the_map_entry(
+    caching: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is handed out again is still found under its old content."""
+    manager = module(caching, "block_manager").BlockManager
+    monkeypatch.setattr(manager, "_forget", lambda self, block: None)
+    must_fail(caching, {}, "does not read|never written|another prefix", length=250)
+
+
+def test_slots_from_the_index_in_the_chunk(
+    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = module(chunking, "model_runner")
+    slot_mapping = runner.slot_mapping
+    monkeypatch.setattr(
+        runner, "slot_mapping", lambda table, start, n, size: slot_mapping(table, 0, n, size)
+    )
+    must_fail(chunking, CHUNKS, "never written|should hold|holds")
+
+
+def test_an_intermediate_chunk_samples(
+    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slice asks for logits and gets a token, the prompt being done or not."""
+    batch = module(chunking, "scheduler").ScheduledBatch
+
+    def everyone(self: Any) -> None:
+        self.sampling = [s.sequence for s in self.slices]
+
+    monkeypatch.setattr(batch, "__post_init__", everyone)
+    run = module(chunking, "model_runner").ModelRunner.run
+
+    def all_rows(self: Any, batch: Any) -> Any:
+        prepare = self._prepare
+        self._prepare = lambda slices: {
+            **(inputs := prepare(slices)),
+            "logits_to_keep": (inputs["attn_metadata"].query_start_loc[1:] - 1).long(),
+        }
+        try:
+            return run(self, batch)
+        finally:
+            self._prepare = prepare
+
+    monkeypatch.setattr(module(chunking, "model_runner").ModelRunner, "run", all_rows)
+    must_fail(chunking, CHUNKS, "sampled in the wrong place|logits")
+
+
+def test_abort_forgets_prefilling(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = module(chunking, "scheduler").Scheduler
+    status = module(chunking, "sequence").SequenceStatus
+    finish = scheduler.finish
+
+    def forgetful(self: Any, sequence: Any, reason: str) -> None:
+        if reason == "abort" and sequence.status is status.PREFILLING:
+            self.running.remove(sequence)
+            return
+        finish(self, sequence, reason)
+
+    monkeypatch.setattr(scheduler, "finish", forgetful)
+    must_fail(chunking, CHUNKS, "the pool has|blocks are free|deadlock")
