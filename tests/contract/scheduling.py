@@ -62,6 +62,24 @@ def test_first_come_first_served(make_engine: MakeEngine) -> None:
     assert list(drain(engine)) == ids, "the first tokens did not come in the order of arrival"
 
 
+def test_nobody_overtakes_the_head_of_the_queue(make_engine: MakeEngine, tiny: Any) -> None:
+    """A short prompt would fit beside the first, a long one before it does not: the short waits."""
+    engine = make_engine(num_blocks=7)
+    lengths, num_tokens = (12, 20, 2), 6
+    ids = [engine.add_request(make_prompt(n), greedy(num_tokens)) for n in lengths]
+    outputs = drain(engine)
+    started: dict[str, int] = {}
+    for step in engine.trace.steps:
+        for request_id, _, _ in step.slices:
+            started.setdefault(request_id, step.index)
+    assert started[ids[1]] <= started[ids[2]], (
+        f"{ids[2]!r} came last and started in step {started[ids[2]]}, before {ids[1]!r} in step "
+        f"{started[ids[1]]}: short requests could keep a long one waiting for ever"
+    )
+    for request_id in ids:
+        check_reference(outputs[request_id][-1], tiny, num_tokens, engine)
+
+
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9])
 def test_B10_blocks_are_taken_when_they_are_needed(make_engine: MakeEngine, length: int) -> None:
     """Each step holds exactly the blocks that its keys and values fill, to the last one begun."""
