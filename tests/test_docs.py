@@ -7,6 +7,7 @@ jinja and look at the text.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +19,15 @@ import jinja2
 import pytest
 import yaml
 
-from tools import docs_bench, docs_code, docs_example, docs_figures, docs_macros, docs_tables
+from tools import (
+    docs_bench,
+    docs_code,
+    docs_example,
+    docs_figures,
+    docs_hooks,
+    docs_macros,
+    docs_tables,
+)
 from tools.docs_code import DocsError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +50,9 @@ EXTERNAL_NAMES = set(
     determine_available_memory kernel_unified_attention reduce_segments long_prefill_token_threshold
     scheduler_reserve_full_isl num_tokens query_start_loc running waiting
     ReqToTokenPool Req ReqKvInfo kv_committed_len event_loop_normal event_loop_overlap
-    get_next_batch_to_run get_new_batch_prefill PrefillAdder PrefillAdder.add_one_req add_chunked_req
-    ScheduleBatch ScheduleBatch.retract_decode retract_decode chunked_req chunked_prefill_size
+    get_next_batch_to_run get_new_batch_prefill PrefillAdder PrefillAdder.add_one_req
+    add_chunked_req ScheduleBatch ScheduleBatch.retract_decode retract_decode chunked_req
+    chunked_prefill_size
     max_prefill_tokens prefill_decode_interval page_size RadixCache RadixCache.match_prefix evict
     match_prefix insert extra_key cache_salt DynamicChunkSizer torch.nn.functional running.pop()
     """.split()
@@ -320,6 +330,7 @@ def test_navigation_names_every_page() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     named = re.findall(r"^ +- ([\w./-]+\.md)$", text, flags=re.MULTILINE)
     assert sorted(named) == sorted(name for name in NAMES if name.count(".") == 1)
+    assert not (DOCS / "notebooks").exists(), "notebooks become pages by themselves"
 
 
 PARTS = (
@@ -358,6 +369,38 @@ def test_nothing_comes_from_another_host() -> None:
         fetched = re.findall(r"url\(\s*['\"]?(?:https?:)?//|@import|src=['\"]https?:", text)
         assert not fetched, path.name
     assert "font: false" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text('<h1 id="top">x</h1><a href="sub/a.html#b">ok</a>')
+    (tmp_path / "sub/a.html").write_text(
+        '<p id="b"></p><a href="../index.html#top">ok</a><a href="../gone.html">1</a>'
+        '<a href="../index.html#gone">2</a><script src="https://example.org/x.js"></script>'
+        '<a href="https://example.org">ok</a>'
+    )
+    assert list(docs_hooks.broken_links(tmp_path)) == [
+        "sub/a.html: https://example.org/x.js comes from another host",
+        "sub/a.html: ../gone.html leads nowhere",
+        "sub/a.html: ../index.html#gone: there is no such place on the page",
+    ]
+
+
+def test_a_notebook_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_hooks, "ROOT", tmp_path)
+    stream = {"output_type": "stream", "text": ["1 < 2\n", "\x1b[31mred\x1b[0m\n"]}
+    table = {"output_type": "display_data", "data": {"text/html": ["<b>\n", "x</b>"]}}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "Text {{ as it is }}."]},
+        {"cell_type": "code", "source": ["print(1)"], "outputs": [stream, table]},
+        {"cell_type": "code", "source": ["  \n"], "outputs": []},
+    ]
+    path = tmp_path / "one.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    page = docs_hooks.notebook_page(path)
+    assert jinja2.Environment().from_string(page).render().count("{{ as it is }}") == 1
+    assert "```python\nprint(1)\n```" in page and page.count("```") == 2
+    assert "1 &lt; 2\nred</pre>" in page and "<b> x</b>" in page
 
 
 # --- numbers ----------------------------------------------------------------------------------
@@ -475,9 +518,34 @@ def test_a_measured_table_says_where_and_when() -> None:
     assert "1,234" in html and "longest gap (ms)" in html
 
 
-def test_results_that_prove_nothing_are_refused(tmp_path: Path) -> None:
-    import json
+def test_pictures_of_measurements_say_where_and_when() -> None:
+    words = docs_macros.read_data("words")["results"]
+    times = [0.1 * i for i in range(-3, 9)]
+    run = {"stream-0": {"token_times": times}, "long": {"token_times": [0.5, 0.6]}}
+    results = RESULTS | {"series": {"stage 03": {"requests": run}}, "claims": []}
+    html = docs_bench.stall_picture(results, ["stage 03"], words)
+    assert html.count("<circle") == 2 + sum(-0.18 * 0.625 <= t <= 0.625 for t in times)
+    assert "2030-01-02" in html.partition("<figcaption>")[2]
+    with pytest.raises(DocsError, match="no series"):
+        docs_bench.stall_picture(results, ["stage 04"], words)
+    with pytest.raises(DocsError, match="no claims"):
+        docs_bench.claims(results, words)
+    rows = [
+        {
+            "table": "chunk size",
+            "name": "stage 04",
+            "params": {"chunk": chunk},
+            "values": {"gap_max": {"median": ms, "min": ms, "max": ms, "rounds": [ms]}},
+        }
+        for chunk, ms in ((64, 10.0), (128, 20.0), (256, 40.0))
+    ]
+    html = docs_bench.sweep_picture(
+        results | {"rows": rows}, "chunk size", "chunk", ["gap_max"], words, "A sweep."
+    )
+    assert html.count("<circle") == 3 and "2030-01-02" in html
 
+
+def test_results_that_prove_nothing_are_refused(tmp_path: Path) -> None:
     for change, why in (
         ({"complete": False}, "interrupted"),
         ({"failures": ["rows differ"]}, "failed"),

@@ -10,12 +10,15 @@ Knows the format of the files (see `shared.bench.results`), not how they were me
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from tools.docs_code import DocsError
+from tools.docs_svg import Canvas
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "assets" / "bench"
@@ -109,15 +112,134 @@ def results_table(
     )
 
 
-def value(results: Mapping[str, Any], table: str, row: str, column: str, **params: Any) -> float:
-    """One median. Raises DocsError unless exactly one row fits."""
-    fitting = [
-        each
-        for each in pick(results, table, [row])
-        if all(each["params"].get(key) == wanted for key, wanted in params.items())
-    ]
-    if len(fitting) != 1 or column not in fitting[0]["values"]:
-        raise DocsError(
-            f"{results['benchmark']}, {table}, {row} {params}: {len(fitting)} rows, column {column}"
+# --- pictures ---------------------------------------------------------------------------------
+
+
+def _figure(
+    canvas: Canvas, caption: str, results: Mapping[str, Any], words: Mapping[str, str]
+) -> str:
+    label = re.sub(r"<[^>]+>", "", caption)
+    return (
+        f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas">'
+        f"{canvas.svg(label)}</div><figcaption>{caption} {provenance(results, words)}"
+        f"</figcaption></figure>\n"
+    )
+
+
+def stall_picture(
+    results: Mapping[str, Any], rows: Sequence[str], words: Mapping[str, str], caption: str = ""
+) -> str:
+    """Tokens of the streams over time, for each of `rows`, with the long request's prefill.
+
+    Raises:
+        DocsError: the file has no series of a row.
+    """
+    missing = [row for row in rows if row not in results["series"]]
+    if missing:
+        raise DocsError(f"{results['benchmark']}: no series {missing}")
+    runs = [results["series"][row]["requests"] for row in rows]
+    streams = [name for name in runs[0] if name != "long"]
+    end = 1.25 * max(run["long"]["token_times"][0] for run in runs)
+    start = -0.18 * end
+    left, right, height = 96, 690, 38 + 18 * (len(streams) + 1)
+    canvas = Canvas(700, len(rows) * height + 26)
+
+    def x(seconds: float) -> float:
+        return left + (seconds - start) / (end - start) * (right - left)
+
+    for panel, (row, run) in enumerate(zip(rows, runs, strict=True)):
+        top = panel * height + 16
+        canvas.text(0, top, row, "strong")
+        bottom = top + 18 * (len(streams) + 1) + 8
+        first = run["long"]["token_times"][0]
+        canvas.rect(x(0), top + 8, x(first) - x(0), bottom - top - 8, "doc", opacity=0.16)
+        for i, name in enumerate([*streams, "long"]):
+            y = top + 20 + 18 * i
+            canvas.text(0, y + 4, name, "small muted")
+            canvas.line(left, y, right, y, "free", 1.5)
+            for t in run[name]["token_times"]:
+                if start <= t <= end:
+                    canvas.circle(x(t), y, 3.2, "doc" if name == "long" else "ABCD"[i % 4])
+    bottom = len(rows) * height + 2
+    step = _round_step((end - start) / 5)
+    for n in range(int(start / step), int(end / step) + 1):
+        canvas.line(x(n * step), bottom, x(n * step), bottom + 5, "line")
+        canvas.text(x(n * step), bottom + 18, f"{n * step:g} s", "small muted", "middle")
+    return _figure(canvas, caption or words["stall_picture"], results, words)
+
+
+def _round_step(value: float) -> float:
+    """1, 2 or 5 times a power of ten, not below `value`."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return float(next(m * power for m in (1, 2, 5, 10) if m * power >= value))
+
+
+def sweep_picture(
+    results: Mapping[str, Any],
+    table: str,
+    param: str,
+    columns: Sequence[str],
+    words: Mapping[str, str],
+    caption: str = "",
+) -> str:
+    """Columns over a parameter, both axes logarithmic, with the spread of the rounds."""
+    rows = sorted(pick(results, table), key=lambda row: row["params"][param])
+    points = {
+        column: [(row["params"][param], row["values"][column]) for row in rows]
+        for column in columns
+    }
+    low = min(v["min"] for column in columns for _, v in points[column])
+    high = max(v["max"] for column in columns for _, v in points[column])
+    left, right, top, bottom = 64, 620, 34, 226
+    canvas = Canvas(640, 276)
+    first, last = rows[0]["params"][param], rows[-1]["params"][param]
+
+    def x(value: float) -> float:
+        return left + 20 + math.log(value / first) / math.log(last / first) * (right - left - 40)
+
+    def y(value: float) -> float:
+        return bottom - math.log(value / low) / math.log(high / low) * (bottom - top)
+
+    tick = 10.0 ** math.floor(math.log10(low))
+    while tick <= high:
+        for value in (tick, 2 * tick, 5 * tick):
+            if low <= value <= high:
+                canvas.line(left, y(value), right, y(value), "free")
+                canvas.text(left - 8, y(value) + 4, number(value), "small muted", "end")
+        tick *= 10
+    for value, _ in points[columns[0]]:
+        canvas.text(x(value), bottom + 20, f"{value:,}", "small muted", "middle")
+    canvas.text((left + right) / 2, bottom + 42, param, "small muted", "middle")
+    for i, column in enumerate(columns):
+        colour = ("doc", "A", "B", "C")[i % 4]
+        path = "".join(
+            f"{'L' if n else 'M'}{x(p):.1f} {y(v['median']):.1f}"
+            for n, (p, v) in enumerate(points[column])
         )
-    return float(fitting[0]["values"][column]["median"])
+        canvas.path(path, colour, 2)
+        for p, v in points[column]:
+            canvas.line(x(p), y(v["min"]), x(p), y(v["max"]), colour)
+            canvas.circle(x(p), y(v["median"]), 4, colour)
+        measure = results["columns"][column]
+        canvas.rect(left + i * 200, 6, 12, 12, colour)
+        label = f"{measure['title']} ({measure['unit']})"
+        canvas.text(left + 18 + i * 200, 16, label, "small muted")
+    return _figure(canvas, caption, results, words)
+
+
+def claims(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
+    """What the project says about itself, beside what was measured."""
+    rows = "".join(
+        f"<tr><td>{escape(claim['text'])}</td>"
+        f"<td>{'≥' if claim['at_least'] else '≤'} {claim['limit']:g}</td>"
+        f"<td>{number(claim['value'])}</td><td>{words['yes' if claim['holds'] else 'no']}</td></tr>"
+        for claim in results["claims"]
+    )
+    if not rows:
+        raise DocsError(f"{results['benchmark']}: no claims")
+    heads = "".join(f"<th>{words[key]}</th>" for key in ("claim", "limit", "measured", "holds"))
+    return (
+        f'<figure class="fig measured"><div class="md-typeset__scrollwrap"><div '
+        f'class="md-typeset__table"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>'
+        f"</table></div></div><figcaption>{provenance(results, words)}</figcaption></figure>"
+    )

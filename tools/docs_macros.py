@@ -68,14 +68,48 @@ def define_env(env: Any) -> None:
         """A drawing made by `tools/docs_figures.py`, with its caption."""
         return docs_figures.figure(name, words()["figures"])
 
+    def measured(name: str, caption: str, make: Any) -> str:
+        """What `make` makes of a result file, or that the file is still to come."""
+        if name in pending() and not (docs_bench.FOLDER / f"{name}.json").is_file():
+            said = words()["results"]["pending"]
+            return f'<div class="pending">{said} {caption} <code>{name}</code></div>'
+        return str(make(docs_bench.load(name)))
+
     @env.macro
-    def results(name: str, table: str, columns: list[str], **options: Any) -> str:
-        """A table of measured numbers, with machine and date; or that it is still to come."""
+    def results(
+        name: str, table: str, columns: list[str], rows: Any = (), caption: str = ""
+    ) -> str:
+        """A table of measured numbers, with machine and date."""
         said = words()["results"]
-        if name in pending():
-            caption = options.get("caption", "")
-            return f'<div class="pending">{said["pending"]} {caption} <code>{name}</code></div>'
-        return docs_bench.results_table(docs_bench.load(name), table, columns, said, **options)
+        return measured(
+            name,
+            caption,
+            lambda r: docs_bench.results_table(r, table, columns, said, rows, caption),
+        )
+
+    @env.macro
+    def measured_stall(name: str, rows: Any = ("stage 03", "stage 04"), caption: str = "") -> str:
+        """The tokens of the streams as they came, from the raw data of one round."""
+        said = words()["results"]
+        return measured(name, caption, lambda r: docs_bench.stall_picture(r, rows, said, caption))
+
+    @env.macro
+    def measured_sweep(
+        name: str, table: str, param: str, columns: list[str], caption: str = ""
+    ) -> str:
+        """Columns over an option that was swept."""
+        said = words()["results"]
+        return measured(
+            name,
+            caption,
+            lambda r: docs_bench.sweep_picture(r, table, param, columns, said, caption),
+        )
+
+    @env.macro
+    def measured_claims(name: str) -> str:
+        """The project's claims beside what was measured."""
+        said = words()["results"]
+        return measured(name, said["claim"], lambda r: docs_bench.claims(r, said))
 
     @env.macro
     def table(name: str) -> str:

@@ -325,7 +325,7 @@ def target(words: Words) -> str:
                 rows.append([len(rows), f"{s.start_pos:,}", s.num_tokens, f"{1e3 * seconds:.1f}"])
         if keeper.sequences.get("long") in batch.sampling:
             break
-    shown = [*rows[:8], ["…", "", "", ""], *rows[-4:]]
+    shown: list[list[object]] = [*rows[:8], ["…", "", "", ""], *rows[-4:]]
     return _markdown(words["heads"], shown, right=0)
 
 
