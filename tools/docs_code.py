@@ -123,10 +123,13 @@ def listing(
     while numbers and not lines[numbers[-1] - 1].strip():
         numbers.pop()
 
-    marks = {}
+    marks: dict[int, int] = {}
     for i, (fragment, _) in enumerate(notes, 1):
-        marks[_line_with(path, first, last, fragment)] = i
-    shown = [lines[n - 1] + (f"  # ({marks[n]})!" if n in marks else "") for n in numbers]
+        line = _line_with(path, first, last, fragment)
+        if line in marks:
+            raise DocsError(f"{path}, line {line} has two notes")
+        marks[line] = i
+    shown = [_marked(lines[n - 1], marks.get(n)) for n in numbers]
     indent = min((len(s) - len(s.lstrip()) for s in shown if s.strip()), default=0)
     wanted = [numbers.index(_line_with(path, first, last, f)) + 1 for f in highlight]
     options = [f'title="{path}, from line {first}"']
@@ -140,6 +143,14 @@ def listing(
     if notes:
         block += ["", *(f"{i}.  {text}" for i, (_, text) in enumerate(notes, 1))]
     return "\n".join(["", *block, ""])
+
+
+def _marked(line: str, mark: int | None) -> str:
+    """A line with a mark that the theme makes a button of. With "!" the comment sign goes."""
+    if mark is None:
+        return line
+    has_comment = line.lstrip().startswith("#") or "  # " in line
+    return f"{line} ({mark})" if has_comment else f"{line}  # ({mark})!"
 
 
 def _docstring_lines(node: Definition) -> range:

@@ -48,10 +48,10 @@ def kv(words: Words) -> str:
             [
                 f"`{name}`",
                 f"2 × {layers} × {heads} × {config['head_dim']} × 2 = {size:,}",
-                f"{size * example.DOCUMENT_TOKENS / 2**20:,.0f} MiB",
+                f"{size * example.DOCUMENT_TOKENS / 2**20:,.0f}&nbsp;MiB",
                 f"{context:,}",
-                f"{size * context / GIB:,.2f} GiB",
-                f"{2 * example.num_parameters(config) / GIB:,.2f} GiB",
+                f"{size * context / GIB:,.2f}&nbsp;GiB",
+                f"{2 * example.num_parameters(config) / GIB:,.2f}&nbsp;GiB",
             ]
         )
     return _markdown(words["heads"], rows)
