@@ -205,7 +205,7 @@ def problem(span: str) -> str | None:
         known = f'"{option}"' in texts() or field in symbols() or option in EXTERNAL_OPTIONS
         return None if known else f"no program has the option {option}"
     if span.startswith(COMMANDS):
-        modules = re.findall(r"-m (\w[\w.]*\w)", span)
+        modules = re.findall(r"python -m (\w[\w.]*\w)", span)
         missing = [m for m in modules if m not in ("pytest", *EXTERNAL_MODULES) and not module(m)]
         targets = re.match(r"make ([a-z-]+)", span)
         makefile = (ROOT / "Makefile").read_text()
@@ -243,6 +243,31 @@ def test_names_in_code_style_exist() -> None:
 )
 def test_a_name_that_is_nowhere_is_found_out(span: str) -> None:
     assert problem(span)
+
+
+def shell_commands() -> Iterator[tuple[str, str]]:
+    """(page, command) for every line of every block of shell code."""
+    for path in PAGES:
+        for _, block in re.findall(
+            r"^( *)```sh\n(.*?)^\1```$", path.read_text(), flags=re.DOTALL | re.MULTILINE
+        ):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = re.sub(r"  +# .*", "", line).strip()
+                if command and not command.startswith("#"):
+                    yield path.name, command
+
+
+def test_commands_exist() -> None:
+    commands = list(shell_commands())
+    assert len(commands) > 40, "the shell commands were not found"
+    wrong = []
+    for page, command in commands:
+        ours = "-m" in command or command.startswith("make")
+        parts = [command, *re.findall(r"(?<= )--[a-z][\w-]*", command)] if ours else []
+        wrong += [f"{page}: {command}: {why}" for part in parts if (why := problem(part))]
+        tests = re.findall(r"(?:stages|tests)/[\w./]+", command)
+        wrong += [f"{page}: there is no {name}" for name in tests if not (ROOT / name).exists()]
+    assert not wrong, "\n".join(wrong)
 
 
 # --- code, figures, tables --------------------------------------------------------------------
