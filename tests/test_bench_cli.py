@@ -17,7 +17,7 @@ from shared.bench.session import Session, fresh
 from shared.models import ModelShape
 
 SMALL: dict[str, list[str]] = {
-    "ladder": ["--requests", "2", "--rounds", "2"],
+    "ladder": ["--requests", "2", "--rounds", "2", "--concurrency", "8"],
     "throughput": ["--requests", "2", "--stages", "1", "3"],
     "stall": ["--long-prompt", "100", "--target-ms", "5000"],
     "prefix": ["--questions", "3", "--prefix-tokens", "64", "--own-tokens", "8", "--rounds", "1"],
@@ -83,6 +83,8 @@ def check_ladder(content: dict[str, Any]) -> None:
     assert value(content, "stage 03", "hit_rate")["median"] > 0
     assert value(content, "stage 02", "hit_rate")["median"] == 0
     assert value(content, rows.CACHED, "kv_waste")["median"] == 0
+    unknown = next(row for row in content["rows"] if row["name"] == rows.PEER_BATCH)["values"]
+    assert not {"kv_waste", "kv_peak", "hit_rate"} & unknown.keys()
     assert 0 < value(content, "stage 01", "kv_waste")["median"] < 100
     assert any("*" in note for note in content["notes"])
     assert content["workloads"]["example"]["num_requests"] == 3

@@ -214,6 +214,15 @@ def test_static_batches_take_all_that_have_come_and_nobody_joins() -> None:
     assert run.use == [(0.5, 8, 8), (0.5, 5, 10), (0.5, 6, 12), (0.5, 4, 4)]
 
 
+def test_a_closed_loop_of_static_batches_is_as_wide_as_its_concurrency() -> None:
+    time = Time()
+    batch = FakeBatch(time)
+    requests = workload(*(request(str(i), n=2) for i in range(5)))
+    run = run_static_batches(batch, requests, 2, clock=time, sleep=time.sleep)
+    assert batch.batches == [(100, 2), (101, 2), (102, 1)]
+    assert run.outputs[4].metrics.ttft == pytest.approx(0.5)  # it came when a seat was free
+
+
 def test_one_by_one_serves_in_order_of_arrival() -> None:
     time = Time()
     batch = FakeBatch(time)

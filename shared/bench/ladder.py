@@ -34,6 +34,11 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         *("--requests",), type=whole(1, 1000), help="of the workload, in place of its own number"
     )
+    parser.add_argument(
+        *("--concurrency",),
+        type=whole(1, 1000),
+        help="closed loop: so many requests under way at once (default: open loop)",
+    )
     parser.add_argument("--rows", nargs="+", choices=tuple(NAMES), default=list(NAMES))
 
 
@@ -54,7 +59,8 @@ def run(session: Session) -> None:
         report.notes.append(rows.PEER_NOTE)
     if rows.NAIVE in names and rounds > 1:
         report.notes.append(f"{rows.NAIVE}: one round, since it takes longer than all others.")
-    rows.measure(session, TABLE, workload, names, rounds, [rows.NAIVE])
+    report.settings["concurrency"] = args.concurrency
+    rows.measure(session, TABLE, workload, names, rounds, [rows.NAIVE], args.concurrency)
 
 
 COUNTS = {

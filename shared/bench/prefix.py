@@ -73,7 +73,7 @@ def run(session: Session) -> None:
         session.report.workloads["chat"] = workload.summary()
         session.report.show(UNSHARED, ["output_tok_s", "total_tok_s", "ttft_p50", "hit_rate"])
         names = [rows.STAGES[2], rows.STAGES[3]]
-        rows.measure(session, UNSHARED, workload, names, args.rounds or size["rounds"], [])
+        rows.measure(session, UNSHARED, workload, names, args.rounds or size["rounds"])
     if "c" in args.parts:
         bookkeeping.block_manager(session, 3 if not args.quick else 1, size["block_tokens"])
 

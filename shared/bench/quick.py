@@ -11,6 +11,7 @@ from .options import Parser
 
 def add_options(parser: Parser) -> None:
     parser.add_argument("--model", default="smollm2", help="as for the stages")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--out", default="build/bench", metavar="DIR", help="where results go")
 
 
@@ -19,8 +20,9 @@ def main(args: argparse.Namespace, console: Console) -> int:
     from .__main__ import exists
     from .__main__ import main as run
 
+    common = ["--quick", "--model", args.model, "--device", args.device, "--out", args.out]
     for name in ("ladder", "stall"):
-        code = run([name, "--quick", "--model", args.model, "--out", args.out])
+        code = run([name, *common])
         if code:
             return code
     return run(["plots", "--out", args.out]) if exists("plots") else 0

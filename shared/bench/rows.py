@@ -6,7 +6,7 @@ Knows how to run each row and what to take down of it; `ladder` and `throughput`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from shared import baselines
@@ -32,35 +32,37 @@ PEER_NOTE = (
 Runner = Callable[[], Run]
 
 
-def runners(session: Session, workload: Workload, names: Iterable[str]) -> dict[str, Runner]:
+def runners(
+    session: Session, workload: Workload, names: Iterable[str], concurrency: int | None = None
+) -> dict[str, Runner]:
     """A function for each row that serves `workload` once, warmed up.
 
-    A peer's KV cache is not looked into: its waste and its peak stay blank.
+    Into the KV cache of `generate_batch` nobody looks: waste, peak and hit rate stay blank.
     """
-    made = {name: _runner(session, workload, name) for name in names}
+    made = {name: _runner(session, workload, name, concurrency) for name in names}
     for name in made:
         if name not in STAGES.values():  # engines are warmed up when they are made
             _warm_up(session, name)
     return made
 
 
-def _runner(session: Session, workload: Workload, name: str) -> Runner:
+def _runner(session: Session, workload: Workload, name: str, concurrency: int | None) -> Runner:
     if name in STAGES.values():
         stage = next(stage for stage, title in STAGES.items() if title == name)
         engine = session.engine(stage, **engine_options(workload))
-        return functools.partial(_serve, engine, workload)
+        return functools.partial(_serve, engine, workload, concurrency)
     model = (session.stock_model() if name.endswith("*") else session.model()).model
     if name == NAIVE:
         generate = functools.partial(baselines.generate_naive, model)
-        return functools.partial(run_one_by_one, generate, workload, has_cache=False)
+        return functools.partial(run_one_by_one, generate, workload, concurrency, has_cache=False)
     if name == CACHED:
         generate = functools.partial(baselines.generate_cached, model)
-        return functools.partial(run_one_by_one, generate, workload)
+        return functools.partial(run_one_by_one, generate, workload, concurrency)
     if name in (PADDED, PEER_PADDED):
         generate_all = functools.partial(baselines.generate_padded, model)
-        return functools.partial(run_static_batches, generate_all, workload)
+        return functools.partial(run_static_batches, generate_all, workload, concurrency)
     assert name == PEER_BATCH, name
-    return functools.partial(run_generate_batch, model, workload)
+    return functools.partial(run_generate_batch, model, workload, concurrency)
 
 
 def engine_options(workload: Workload, block_size: int = 16) -> dict[str, int]:
@@ -74,9 +76,9 @@ def engine_options(workload: Workload, block_size: int = 16) -> dict[str, int]:
     }
 
 
-def _serve(engine: Any, workload: Workload) -> Run:
+def _serve(engine: Any, workload: Workload, concurrency: int | None) -> Run:
     fresh(engine)
-    run = run_engine(engine, workload)
+    run = run_engine(engine, workload, concurrency)
     run.use = metrics.kv_use(run.steps, engine.config.block_size)
     return run
 
@@ -92,12 +94,13 @@ def _warm_up(session: Session, name: str) -> None:
 
 def values(run: Run, bytes_per_token: int) -> dict[str, float | None]:
     """One round's numbers of any row."""
-    memory = metrics.kv_memory(run.use, bytes_per_token) if run.use is not None else {}
+    cache: dict[str, float | None] = {}
+    if run.use is not None:  # there is a KV cache, and one can look into it
+        cache = {**metrics.kv_memory(run.use, bytes_per_token), **metrics.hit_rate(run.outputs)}
     return {
         **metrics.latency(run.outputs),
         **metrics.throughput(run.outputs),
-        **memory,
-        **metrics.hit_rate(run.outputs),
+        **cache,
         **metrics.longest_stall(run.outputs),
         "span_s": metrics.span(run.outputs),
     }
@@ -110,11 +113,23 @@ def agreement(session: Session) -> Agreement:
 
 
 def measure(
-    session: Session, table: str, workload: Workload, names: list[str], rounds: int, once: list[str]
+    session: Session,
+    table: str,
+    workload: Workload,
+    names: list[str],
+    rounds: int,
+    once: Collection[str] = (),
+    concurrency: int | None = None,
 ) -> None:
-    """Run all rows in turn and report their numbers, and where their tokens differ."""
+    """Run all rows in turn and report their numbers, and where their tokens differ.
+
+    Args:
+        names: of `ROWS`.
+        once: those that are measured in the first round only.
+        concurrency: of a closed loop; None is open loop, see `runner`.
+    """
     report = session.report
-    made = runners(session, workload, names)
+    made = runners(session, workload, names, concurrency)
     agree = agreement(session)
     notes: dict[str, None] = {}
     for name in session.turns(names, rounds, once):

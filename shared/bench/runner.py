@@ -198,6 +198,7 @@ def run_engine(
 def run_one_by_one(
     generate: Callable[[Sequence[int], int], Generated],
     workload: Workload,
+    concurrency: int | None = None,
     has_cache: bool = True,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
@@ -211,13 +212,14 @@ def run_one_by_one(
     def one(prompts: list[list[int]], max_tokens: list[int]) -> list[Generated]:
         return [generate(prompts[0], max_tokens[0])]
 
-    run = run_static_batches(one, workload, max_batch=1, clock=clock, sleep=sleep)
+    run = run_static_batches(one, workload, concurrency, max_batch=1, clock=clock, sleep=sleep)
     return run if has_cache else Run(run.outputs)
 
 
 def run_static_batches(
     generate: Callable[[list[list[int]], list[int]], list[Generated]],
     workload: Workload,
+    concurrency: int | None = None,
     max_batch: int | None = None,
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
@@ -227,7 +229,7 @@ def run_static_batches(
     All that have come by then, at most `max_batch`, make the next batch; the others wait until it
     is done.
     """
-    feed = Feed(workload)
+    feed = Feed(workload, concurrency)
     waiting: list[Job] = []
     outputs: dict[str, RequestOutput] = {}
     use: list[tuple[float, int, int]] = []
@@ -250,9 +252,9 @@ def run_static_batches(
     return Run([outputs[request.request_id] for request in workload.requests], use=use)
 
 
-def run_generate_batch(model: Any, workload: Workload) -> Run:
+def run_generate_batch(model: Any, workload: Workload, concurrency: int | None = None) -> Run:
     """Serve a workload with the continuous batching of transformers (`generate_batch`)."""
-    feed = Feed(workload)
+    feed = Feed(workload, concurrency)
     jobs: dict[str, Job] = {}
     outputs: dict[str, RequestOutput] = {}
     lengths = list(workload.lengths().values())

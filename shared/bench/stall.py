@@ -89,8 +89,8 @@ def run(session: Session) -> None:
         target_ms = target_ms or 3 * usual_gap_ms(engines.get("stage 04"), session, workload)
         report.settings["target_step_ms"] = round(target_ms, 1)
         report.notes.append(
-            f"stage 04, target: target_step_ms {target_ms:.1f}; its engine begins each round "
-            "without having seen a step."
+            f"stage 04, target: target_step_ms {target_ms:.1f}; its engine is made anew for each "
+            "round, so it has hardly seen a step."
         )
     shown = {key: m for key, m in OWN.items() if key != "over_target" or target_ms is not None}
     report.show(TABLE, list(shown), **shown)

@@ -33,7 +33,7 @@ def run(session: Session) -> None:
     report.show(TABLE, COLUMNS)
     report.notes.append(rows.PEER_NOTE)
     names = [*(rows.STAGES[stage] for stage in args.stages), rows.PEER_BATCH, rows.PEER_PADDED]
-    rows.measure(session, TABLE, workload, names, args.rounds or size["rounds"], [])
+    rows.measure(session, TABLE, workload, names, args.rounds or size["rounds"])
 
 
 def conclude(report: Report) -> None:
