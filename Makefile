@@ -38,8 +38,8 @@ fast-test: $(STAMP)test ## the tests that need neither much time nor the model's
 	@$(PY) -m pytest -m "not slow and not model" $(ARGS)
 
 ifneq ($(wildcard shared/bench*),)
-bench: $(STAMP)base ## the ladder: what each stage buys, measured on this machine
-	@$(PY) -m shared.bench $(ARGS)
+bench: $(STAMP)base ## the ladder and the stall in small, measured on this machine (ARGS="stall")
+	@$(PY) -m shared.bench $(or $(ARGS),quick)
 else
 bench:
 	@echo "There is no benchmark yet (shared/bench)."
