@@ -240,23 +240,29 @@ def test_a_wrong_option_is_told_before_stdin_is_read(
 # ---------------------------------------------------------------- as a program
 
 
+def interrupted(act: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
+    """Exit code and stderr of a program on which `act` is done after its first letter.
+
+    A loaded machine may let the program end first; that run shows nothing, and there is another.
+    """
+    for _ in range(5):
+        with start("hello", "--max-tokens", "900", "--num-blocks", "64") as program:
+            assert program.stdout and program.stderr
+            program.stdout.read(1)
+            act(program)
+            if program.wait() != 0:
+                return program.returncode, program.stderr.read()
+    pytest.fail("the program was done five times before it could be interrupted")
+
+
 def test_a_reader_that_goes_away() -> None:
     """`... | head -c 1` ends the program without a word."""
-    with start("hello", "--max-tokens", "900", "--num-blocks", "64") as program:
-        assert program.stdout and program.stderr
-        program.stdout.read(1)
-        program.stdout.close()
-        assert program.wait() == 1
-        assert program.stderr.read() == ""
+    assert interrupted(lambda program: program.stdout.close()) == (1, "")
 
 
 def test_ctrl_c_for_the_program() -> None:
-    with start("hello", "--max-tokens", "900", "--num-blocks", "64") as program:
-        assert program.stdout and program.stderr
-        program.stdout.read(1)
-        program.send_signal(signal.SIGINT)
-        assert program.wait() == 130
-        assert program.stderr.read().strip() == "aborted"
+    code, said = interrupted(lambda program: program.send_signal(signal.SIGINT))
+    assert (code, said.strip()) == (130, "aborted")
 
 
 def test_the_program_reads_a_pipe() -> None:
