@@ -6,10 +6,14 @@ K1 .. K5 name well-known faults of such kernels.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
+import numba
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +21,12 @@ from tests.kernels.cases import (
     DTYPES,
     GRID,
     Case,
+    Problem,
     assert_close,
     decode,
     make_problem,
     one_by_one,
+    pairwise,
     prefill,
     slots_of,
 )
@@ -39,7 +45,7 @@ def test_k3_decode(kernels: ModuleType, case: Case) -> None:
     assert_close(decode(kernels, problem), problem.answer, case.dtype)
 
 
-@pytest.mark.parametrize("case", GRID, ids=str)
+@pytest.mark.parametrize("case", pairwise(GRID), ids=str)
 def test_k3_prefill(kernels: ModuleType, case: Case) -> None:
     """Whole prompts, the end of one, and a slice of one token after a long past."""
     contexts = [context for context in (*case.contexts, 40) if context]
@@ -48,18 +54,37 @@ def test_k3_prefill(kernels: ModuleType, case: Case) -> None:
     assert_close(prefill(kernels, problem), problem.answer, case.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 @pytest.mark.parametrize("contexts", [[1], [500], [15, 1, 300, 0, 16], [1, 1, 1, 200], [0, 0]])
 def test_decode_however_the_blocks_are_shared_out(
-    kernels: ModuleType, dtype: torch.dtype, num_threads: int, contexts: list[int]
+    kernels: ModuleType, num_workers: int, contexts: list[int]
 ) -> None:
-    """More threads than sequences, than blocks, than cores; cuts inside and between sequences."""
-    problem = make_problem(PLAIN._replace(dtype=dtype), contexts, [1] * len(contexts))
+    """More workers than sequences, than blocks; cuts inside and between sequences."""
+    problem = make_problem(PLAIN, contexts, [1] * len(contexts))
+    assert_close(decode_by(kernels, problem, num_workers), problem.answer, PLAIN.dtype)
+
+
+def decode_by(kernels: ModuleType, problem: Problem, num_workers: int) -> torch.Tensor:
+    """`paged_decode` as on a machine with so many cores."""
+    tensors = (problem.query, problem.k_cache, problem.v_cache, problem.block_tables)
+    out = torch.full_like(problem.query, torch.nan)
+    assert kernels._decode(
+        *(x.numpy() for x in (*tensors, problem.context_lens)),
+        *(np.float32(problem.scale), num_workers, out.numpy()),
+    )
+    return out
+
+
+def test_torch_keeps_its_threads(kernels: ModuleType) -> None:
+    """Numba follows torch, also when torch changes its mind, and never the other way round."""
+    problem = make_problem(PLAIN, [300, 20], [1, 1])
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
     try:
-        assert_close(decode(kernels, problem), problem.answer, dtype)
+        for num_threads in (1, before, 1, before + 3):
+            torch.set_num_threads(num_threads)
+            assert_close(decode(kernels, problem), problem.answer, PLAIN.dtype)
+            assert torch.get_num_threads() == num_threads
+            assert numba.get_num_threads() == min(num_threads, numba.config.NUMBA_NUM_THREADS)
     finally:
         torch.set_num_threads(before)
 
@@ -127,7 +152,7 @@ def test_k5_last_position_of_a_full_block_table(kernels: ModuleType, context: in
     assert_close(decode(kernels, problem), problem.answer, torch.float32)
     assert_close(prefill(kernels, problem), problem.answer, torch.float32)
     problem.context_lens[0] = 129
-    with pytest.raises(ValueError, match="129.*128"):
+    with pytest.raises(ValueError, match=r"\(2, 8\).*129"):
         decode(kernels, problem)
 
 
@@ -190,3 +215,49 @@ print(float(module._exp(0.0)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("1.0", 0), done.stderr
+
+
+MUTANTS = {
+    "reads one slot too many": (
+        "min(block_size, context_len - i * block_size)",
+        "min(block_size, context_len + 1 - i * block_size)",
+    ),
+    "swaps the head map": (
+        "range(kv_head * group, (kv_head + 1) * group)",
+        "range(kv_head, num_heads, num_kv_heads)",
+    ),
+    "a block does not rescale": ("acc[head, d] *= rescale", "acc[head, d] *= 1"),
+    "the merge does not rescale": ("acc[part, head, d] * rescale", "acc[part, head, d]"),
+    "prefill sees what comes after": ("scale, causal=True)", "scale, causal=False)"),
+    "prefill weighs a part as the other": ("piece_lse - lse)", "lse - piece_lse)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_is_noticed(kernels: ModuleType, tmp_path: Path, mutant: str) -> None:
+    """A check must fail on kernels with a typical fault, or it would prove nothing."""
+
+    def check(kernels: ModuleType) -> None:
+        problem = make_problem(PLAIN, [17, 150], [17, 3])
+        assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
+        problem = make_problem(PLAIN, [17, 150], [1, 1])
+        assert_close(decode_by(kernels, problem, 3), problem.answer, PLAIN.dtype)
+
+    check(kernels)
+    before, after = MUTANTS[mutant]
+    source = Path(kernels.__file__).read_text()
+    assert before in source
+    path = tmp_path / f"mutant_{mutant.replace(' ', '_')}.py"
+    path.write_text(source.replace(before, after))
+    with pytest.raises(AssertionError, match="not close"):
+        check(load(path))
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

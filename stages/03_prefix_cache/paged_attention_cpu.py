@@ -7,7 +7,9 @@ head_dim]`. Token `t` of a sequence lies in block `block_table[t // block_size]`
 `t % block_size`. Decode reads it there; `_attend` below is the whole idea.
 """
 
+import functools
 import logging
+import threading
 from pathlib import Path
 
 import numba
@@ -29,6 +31,8 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 logger = logging.getLogger(__name__)
 CACHE = Path(__file__).parent / "__pycache__"
+# Numba knows no 16-bit floats, so it gets their bits.
+BITS = {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
 PREFILL_PIECE = 2048  # tokens: so many earlier ones are gathered at a time, which bounds memory
 
 
@@ -152,8 +156,14 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
 
 @_jit()
 def _merge(acc, maximum, total, out):
-    """Join the sums over parts of one context: [parts, H, D], [parts, H] twice -> out [H, D]."""
+    """Join the sums over parts of one context: [parts, H, D], [parts, H] twice -> out [H, D].
+
+    Of no part the output is 0.
+    """
     parts, num_heads, head_dim = acc.shape
+    out[:] = 0
+    if parts == 0:
+        return
     for head in range(num_heads):
         peak = maximum[:, head].max()
         whole = float32(0)
@@ -186,9 +196,26 @@ def _cut_evenly(context_lens, block_size, num_threads):
     return starts, np.arange(workers + 1) * starts[-1] // workers
 
 
+@_jit()
+def _fit(query, k_cache, v_cache, block_tables, context_lens):
+    """Whether shapes and contexts agree. Python would take longer to ask than we to answer."""
+    batch, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, cache_dim = k_cache.shape
+    if k_cache.shape != v_cache.shape or head_dim != cache_dim or num_heads % num_kv_heads:
+        return False
+    if context_lens.size != batch or block_tables.shape[0] != batch:
+        return False
+    return batch == 0 or context_lens.max() <= block_tables.shape[1] * block_size
+
+
 @_jit(parallel=True)
 def _decode(query, k_cache, v_cache, block_tables, context_lens, scale, num_threads, out):
-    """`paged_decode` on arrays: query [B, H, D] float32, out [B, H, D] float32 zeros to fill."""
+    """`paged_decode` on arrays: query [B, H, D] float32, out the same, to be filled.
+
+    Returns False, with nothing done, if the arguments do not fit together.
+    """
+    if not _fit(query, k_cache, v_cache, block_tables, context_lens):
+        return False
     batch, num_heads, head_dim = query.shape
     starts, cuts = _cut_evenly(context_lens, k_cache.shape[1], num_threads)
     workers = cuts.size - 1
@@ -207,10 +234,24 @@ def _decode(query, k_cache, v_cache, block_tables, context_lens, scale, num_thre
                 _attend(query[b], k_cache, v_cache, block_table, blocks, context_len, scale, sums)
 
     for b in range(batch):
+        first, last = b, b
         if context_lens[b] > 0:
-            first = np.searchsorted(cuts, starts[b], "right") - 1 + b
-            last = np.searchsorted(cuts, starts[b + 1], "left") + b
-            _merge(acc[first:last], maximum[first:last], total[first:last], out[b])
+            first += np.searchsorted(cuts, starts[b], "right") - 1
+            last += np.searchsorted(cuts, starts[b + 1], "left")
+        _merge(acc[first:last], maximum[first:last], total[first:last], out[b])
+    return True
+
+
+@functools.lru_cache(maxsize=1)  # to remember is faster than to ask
+def _use_threads(torch_threads: int, python_thread: int) -> int:
+    """Let Numba use as many threads as torch does, if it has them; how many that are.
+
+    Numba keeps the number for each thread of Python.
+    """
+    num_threads = min(torch_threads, numba.config.NUMBA_NUM_THREADS)
+    numba.set_num_threads(num_threads)
+    torch.set_num_threads(torch_threads)  # which the first call above may have changed
+    return num_threads
 
 
 def paged_decode(
@@ -240,29 +281,23 @@ def paged_decode(
     Source: Kwon et al. 2023, PagedAttention; the split of one context among workers: Dao et al.
     2023, Flash-Decoding.
     """
-    bits = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.uint16}
-    if k_cache.dtype not in bits or not query.dtype == k_cache.dtype == v_cache.dtype:
+    if k_cache.dtype not in BITS or not query.dtype == k_cache.dtype == v_cache.dtype:
         dtypes = f"{query.dtype}, {k_cache.dtype}, {v_cache.dtype}"
-        raise TypeError(f"query, k_cache and v_cache must be of one dtype of {[*bits]}: {dtypes}")
-    heads = query.shape[1] % k_cache.shape[2], query.shape[2] - k_cache.shape[3]
-    if heads != (0, 0) or k_cache.shape != v_cache.shape:
-        shapes = [tuple(x.shape) for x in (query, k_cache, v_cache)]
-        raise ValueError(f"query, k_cache and v_cache do not fit together: {shapes}")
-    longest, room = context_lens.numpy().max(initial=0), block_tables.shape[1] * k_cache.shape[1]
-    if longest > room:
-        raise ValueError(f"a context of {longest} tokens, but block tables for {room}")
-    torch_threads = torch.get_num_threads()
-    num_threads = min(torch_threads, numba.config.NUMBA_NUM_THREADS)
-    numba.set_num_threads(num_threads)
-    out = np.zeros(query.shape, np.float32)
-    _decode(
-        query.float().contiguous().numpy(),
-        *(x.view(bits[x.dtype]).numpy() for x in (k_cache, v_cache)),
-        *(block_tables.numpy(), context_lens.numpy(), np.float32(scale), num_threads, out),
+        raise TypeError(f"query, k_cache and v_cache must be of one dtype of {[*BITS]}: {dtypes}")
+    num_threads = _use_threads(torch.get_num_threads(), threading.get_ident())
+    bits, rows = BITS[query.dtype], query.float().contiguous()
+    out = torch.empty_like(rows)
+    fits = _decode(
+        *(rows.numpy(), *((x.view(bits) if bits else x).numpy() for x in (k_cache, v_cache))),
+        *(block_tables.numpy(), context_lens.numpy(), np.float32(scale), num_threads, out.numpy()),
     )
-    if torch.get_num_threads() != torch_threads:  # Numba's first launch sets it for the process
-        torch.set_num_threads(torch_threads)
-    return torch.from_numpy(out).to(query.dtype)
+    if not fits:
+        shapes = [tuple(x.shape) for x in (query, k_cache, v_cache, block_tables, context_lens)]
+        raise ValueError(
+            "query, k_cache, v_cache, block_tables and context_lens do not fit together: "
+            f"shapes {shapes}, longest context {max(context_lens.tolist(), default=0)}"
+        )
+    return out.to(query.dtype)
 
 
 def warm_up(dtype: torch.dtype) -> None:

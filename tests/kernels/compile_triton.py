@@ -27,7 +27,7 @@ KIB = 1024
 # What one program may have. sm_80 itself has 163 KiB; its consumer relatives sm_86 and sm_89, for
 # which the same configurations are used, have 99. So do those of sm_100.
 SHARED_MEMORY = {75: 64 * KIB, 80: 99 * KIB, 90: 99 * KIB, 100: 99 * KIB}
-MAX_SPILL = 256  # bytes per thread
+MAX_SPILL = 64  # bytes per thread
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 COMPILED = [
