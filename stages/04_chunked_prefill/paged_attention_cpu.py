@@ -180,9 +180,9 @@ def _merge(acc, maximum, total, out):
 def _cut_evenly(context_lens, block_size, num_threads):
     """Lay the blocks of all sequences in a row and cut it into one equal range per worker.
 
-    sequence   |     0     |            1            |  2  |  ...
-    worker     |         0        |         1        |    2  ...
-    part       |     0     |   1  |         2        |  3  | ...
+    sequence   |     0     |           1           |     2     |
+    worker     |       0       |       1       |       2       |
+    part       |     0     | 1 |       2       | 3 |     4     |
 
     A worker's share of one sequence is a part. Its number is `worker + sequence`: along the row
     each bar raises one of the two, so no number comes twice, and a sequence's are consecutive.
