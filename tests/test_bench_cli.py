@@ -19,7 +19,7 @@ from shared.models import ModelShape
 SMALL: dict[str, list[str]] = {
     "ladder": ["--requests", "2", "--rounds", "2", "--concurrency", "8"],
     "throughput": ["--requests", "2", "--stages", "1", "3"],
-    "stall": ["--long-prompt", "100", "--target-ms", "5000"],
+    "stall": ["--long-prompt", "100", "--target-ms", "5000", "--chunk-size", "32"],
     "prefix": ["--questions", "3", "--prefix-tokens", "64", "--own-tokens", "8", "--rounds", "1"],
     "sweeps": [
         *("--long-prompt", "100", "--chunk", "16", "64", "--block", "4", "16"),
@@ -98,6 +98,12 @@ def check_stall(content: dict[str, Any]) -> None:
     assert len(series["requests"]) == 5 and series["steps"][0]["blocks"]
     assert value(content, "stage 04, target", "over_target")["median"] > 0
     assert content["settings"]["target_step_ms"] == 5000
+    held = {
+        name: [step["blocks"]["long"] for step in one["steps"] if "long" in step["blocks"]]
+        for name, one in content["series"].items()
+    }
+    assert held["stage 04"][:4] == [2, 4, 6, 7] and held["stage 03"][0] == 7
+    assert held["stage 04, reserved"][:4] == [7, 7, 7, 7]
 
 
 def check_prefix(content: dict[str, Any]) -> None:
