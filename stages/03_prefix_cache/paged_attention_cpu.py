@@ -93,6 +93,21 @@ def _widen_by_dtype(row, scratch):
     return {types.float32: from_float32, types.int16: from_bfloat16}.get(row.dtype, from_float16)
 
 
+@_jit()
+def _four(rows, slot, written, kv_head, scratch):
+    """Rows `slot .. slot + 4` of a block for one KV head, [D] float32 each.
+
+    Behind the last written slot lies what nobody wrote, so the last row stands in for it.
+    """
+    last = written - 1
+    return (
+        _widen(rows[slot, kv_head], scratch[0]),
+        _widen(rows[min(slot + 1, last), kv_head], scratch[1]),
+        _widen(rows[min(slot + 2, last), kv_head], scratch[2]),
+        _widen(rows[min(slot + 3, last), kv_head], scratch[3]),
+    )
+
+
 # Online softmax. One query head's output is sum(e**s_t * v_t) / sum(e**s_t) over the tokens t, with
 # scores s_t. So that no e**s_t overflows, the largest score m is taken off each; it cancels. But m
 # is known only at the end. So keep the largest *so far*, and with it two sums:
@@ -111,24 +126,30 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
     num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads  # so many query heads share a KV head
-    weights = np.empty((num_heads, block_size), np.float32)
-    scratch = np.empty(head_dim, np.float32)
+    weights = np.empty((num_heads, block_size + 3), np.float32)
+    scratch = np.empty((4, head_dim), np.float32)
     acc[:], maximum[:], total[:] = 0, -np.inf, 0
 
     for i in range(blocks[0], blocks[1]):
-        block = block_table[i]
+        keys, values = k_cache[block_table[i]], v_cache[block_table[i]]
         written = min(block_size, context_len - i * block_size)  # slots that hold a token of ours
 
-        # 1. Scores, token by token with all their heads: in the order of memory, which the
-        #    processor prefetches. One head after another takes twice as long.
-        for slot in range(written):
+        # 1. Scores, four tokens at a time with all their heads: in the order of memory, which the
+        #    processor prefetches, and with each query loaded once for four keys.
+        for slot in range(0, written, 4):
             for kv_head in range(num_kv_heads):
-                key = _widen(k_cache[block, slot, kv_head], scratch)
+                k0, k1, k2, k3 = _four(keys, slot, written, kv_head, scratch)
                 for head in range(kv_head * group, (kv_head + 1) * group):
-                    score = float32(0)
+                    s0 = s1 = s2 = s3 = float32(0)
                     for d in range(head_dim):
-                        score += query[head, d] * key[d]
-                    weights[head, slot] = score * scale
+                        s0 += query[head, d] * k0[d]
+                        s1 += query[head, d] * k1[d]
+                        s2 += query[head, d] * k2[d]
+                        s3 += query[head, d] * k3[d]
+                    weights[head, slot] = s0 * scale
+                    weights[head, slot + 1] = s1 * scale
+                    weights[head, slot + 2] = s2 * scale
+                    weights[head, slot + 3] = s3 * scale
 
         # 2. Scores become weights; the sums so far are rescaled to the new maximum.
         for head in range(num_heads):
@@ -143,15 +164,18 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
                 weights[head, slot] = _exp(weights[head, slot] - new_maximum)
                 block_total += weights[head, slot]
             total[head] += block_total
+            for slot in range(written, written + 3):  # where the last row stands in
+                weights[head, slot] = 0
 
-        # 3. Values, in the order of memory again.
-        for slot in range(written):
+        # 3. Values, likewise: one pass over `acc` for four tokens.
+        for slot in range(0, written, 4):
             for kv_head in range(num_kv_heads):
-                value = _widen(v_cache[block, slot, kv_head], scratch)
+                v0, v1, v2, v3 = _four(values, slot, written, kv_head, scratch)
                 for head in range(kv_head * group, (kv_head + 1) * group):
-                    weight = weights[head, slot]
+                    w0, w1 = weights[head, slot], weights[head, slot + 1]
+                    w2, w3 = weights[head, slot + 2], weights[head, slot + 3]
                     for d in range(head_dim):
-                        acc[head, d] += weight * value[d]
+                        acc[head, d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
 
 
 @_jit()
