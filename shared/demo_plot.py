@@ -1,76 +1,107 @@
-"""The picture of the stall: every gap of every chat over time, one stage below the other."""
+"""The picture of the stall: every gap of every stream over time, one stage below the other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from .demo_episode import DOCUMENT, Episode, seconds
+from .picture import Theme, draw, halo, legend, log_axis
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: told apart by everybody
-SHADE = "#f0e442"
+
+@dataclass(frozen=True)
+class Panel:
+    """What one stage did.
+
+    Attributes:
+        title: above it.
+        token_times: of each stream by its name, in seconds.
+        prefill: when the long prompt arrived and when its first token did, on the same clock.
+    """
+
+    title: str
+    token_times: Mapping[str, Sequence[float]]
+    prefill: tuple[float, float]
 
 
 def plot_gaps(episodes: Sequence[Episode], path: Path) -> None:
-    """Write a PNG: each gap as a line as long as it lasted, as high as it is long.
-
-    The lines of the four chats lie a little beside each other, or they would be one.
-
-    All stages have the same axes: seconds since the first arrival, and the gap on a logarithmic
-    scale, as a decode step and a stall are orders of magnitude apart. The time from the document's
-    arrival to its first token is shaded.
-    """
-    figure = Figure(figsize=(9, 1.1 + 2.3 * len(episodes)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(episodes), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    for axis, episode in zip(axes, episodes, strict=True):
+    """Write a PNG of the demo's episodes, with times from the first arrival on."""
+    panels = []
+    for episode in episodes:
         arrival, first_token = (time - episode.start for time in episode.prefill)
-        shade = axis.axvspan(arrival, first_token, color=SHADE, alpha=0.35, lw=0)
-        shade.set_label("the document is in prefill")
-        chats = [name for name in episode.outputs if name != DOCUMENT]
-        for i, (name, color) in enumerate(zip(chats, COLORS, strict=True)):
-            gaps = [gap for gap in episode.gaps if gap.name == name]
-            beside = ScaledTranslation(0, (i - 1.5) * 1.6 / 72, figure.dpi_scale_trans)
-            axis.hlines(
-                [gap.seconds for gap in gaps],
-                [gap.start - episode.start for gap in gaps],
-                [gap.end - episode.start for gap in gaps],
-                color=color,
-                lw=1.5,
-                label=f"chat {name}",
-                transform=axis.transData + beside,
-            )
-        longest = episode.longest_gap
-        axis.annotate(
-            f"longest gap {seconds(longest.seconds)}",
-            ((longest.start + longest.end) / 2 - episode.start, longest.seconds),
-            xytext=(0, 6),
-            textcoords="offset points",
-            ha="center",
+        times = {
+            f"chat {name}": [time - episode.start for time in output.metrics.token_times]
+            for name, output in episode.outputs.items()
+            if name != DOCUMENT
+        }
+        panels.append(Panel(episode.title, times, (arrival, first_token)))
+
+    def paint(figure: Figure, theme: Theme) -> None:
+        paint_gaps(figure, theme, panels, "time since the first chat arrived (s)")
+
+    draw(path, paint, height_of_gaps(len(panels)))
+
+
+def height_of_gaps(count: int) -> float:
+    """Inches for so many panels."""
+    return 0.8 + 1.75 * count
+
+
+def paint_gaps(figure: Figure, theme: Theme, panels: Sequence[Panel], x_label: str) -> None:
+    """Each gap as a line as long as it lasted, as high as it is long.
+
+    The lines of the streams lie a little beside each other, or they would be one. All panels have
+    the same axes, the gaps' logarithmic: a decode step and a stall are orders of magnitude apart.
+    The time from the long prompt's arrival to its first token is shaded.
+
+    Raises:
+        ValueError: a panel has no gap.
+    """
+    axes = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    lengths: list[float] = []
+    for axis, panel in zip(axes, panels, strict=True):
+        lengths += _paint_panel(axis, theme, panel)
+    log_axis(axes[0].yaxis)
+    axes[0].set_ylim(min(lengths) / 1.6, max(lengths) * 3)
+    times = [time for panel in panels for one in panel.token_times.values() for time in one]
+    axes[0].set_xlim(min(0.0, *times), max(times))
+    axes[-1].set_xlabel(x_label)
+    figure.supylabel("gap between two tokens (ms)", fontsize="medium", color=theme.muted)
+    legend(figure, axes[0])
+
+
+def _paint_panel(axis: Any, theme: Theme, panel: Panel) -> list[float]:
+    """One stage; returns the lengths of all gaps in milliseconds."""
+    axis.axvspan(*panel.prefill, color=theme.shade, lw=0, label="long prompt in prefill")
+    found = []
+    middle = (len(panel.token_times) - 1) / 2
+    for i, (name, times) in enumerate(panel.token_times.items()):
+        gaps = [((b - a) * 1e3, a, b) for a, b in pairwise(times)]
+        beside = ScaledTranslation(0, (i - middle) * 1.5 / 72, axis.figure.dpi_scale_trans)
+        axis.hlines(
+            *([gap[part] for gap in gaps] for part in range(3)),
+            color=theme.chats[i % len(theme.chats)],
+            lw=1.4,
+            label=name,
+            transform=axis.transData + beside,
         )
-        axis.set_title(episode.title, loc="left", fontweight="bold")
-        axis.set_ylabel("gap between two tokens")
-        axis.grid(axis="y", color="0.9")
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-
-    lengths = [gap.seconds for episode in episodes for gap in episode.gaps]
-    axes[0].set_yscale("log")
-    axes[0].set_ylim(min(lengths) / 1.5, max(lengths) * 2.5)
-    axes[0].set_xlim(0, max(episode.end - episode.start for episode in episodes))
-    axes[0].yaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0)))
-    axes[0].yaxis.set_major_formatter(FuncFormatter(_label))
-    axes[0].yaxis.set_minor_formatter(NullFormatter())
-    axes[-1].set_xlabel("seconds since the first chat arrived")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def _label(value: float, position: int) -> str:
-    return f"{value:g} s" if value >= 1 else f"{value * 1000:g} ms"
+        found += gaps
+    if not found:
+        raise ValueError(f"{panel.title}: there is no gap between two tokens")
+    length, start, end = max(found)
+    axis.annotate(
+        f"longest gap {seconds(length / 1e3)}",
+        ((start + end) / 2, length),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+        path_effects=halo(theme),
+    )
+    axis.set_title(panel.title)
+    return [length for length, _, _ in found]
