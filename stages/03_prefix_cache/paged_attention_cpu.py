@@ -15,8 +15,9 @@ from pathlib import Path
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import types
-from numba.extending import overload
+from numba.extending import intrinsic, overload
 from numpy import float32, int32
 from torch import Tensor
 
@@ -93,18 +94,43 @@ def _widen_by_dtype(row, scratch):
     return {types.float32: from_float32, types.int16: from_bfloat16}.get(row.dtype, from_float16)
 
 
+@intrinsic
+def _fetch_line(typing_context, row, offset):
+    """Ask memory for the cache line at `offset` bytes of `row`; nobody waits for it."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        start = builder.bitcast(
+            context.make_array(row)(context, builder, arguments[0]).data, pointer
+        )
+        signature = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer], signature)
+        reading, second_level, data = number(0), number(2), number(1)
+        builder.call(prefetch, [builder.gep(start, [arguments[1]]), reading, second_level, data])
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp), generate
+
+
 @_jit()
-def _four(rows, slot, written, kv_head, scratch):
+def _four(rows, next_rows, slot, written, kv_head, scratch):
     """Rows `slot .. slot + 4` of a block for one KV head, [D] float32 each.
 
-    Behind the last written slot lies what nobody wrote, so the last row stands in for it.
+    Behind the last written slot lies what nobody wrote, so the last row stands in for it. The same
+    rows of the next block are asked for on the way: a processor foresees the next row, but not
+    where a block table goes on.
     """
     last = written - 1
+    s0, s1, s2, s3 = slot, min(slot + 1, last), min(slot + 2, last), min(slot + 3, last)
+    for s in (s0, s1, s2, s3):
+        row = next_rows[s, kv_head]
+        for offset in range(0, row.size * row.itemsize, 64):
+            _fetch_line(row, offset)
     return (
-        _widen(rows[slot, kv_head], scratch[0]),
-        _widen(rows[min(slot + 1, last), kv_head], scratch[1]),
-        _widen(rows[min(slot + 2, last), kv_head], scratch[2]),
-        _widen(rows[min(slot + 3, last), kv_head], scratch[3]),
+        _widen(rows[s0, kv_head], scratch[0]),
+        _widen(rows[s1, kv_head], scratch[1]),
+        _widen(rows[s2, kv_head], scratch[2]),
+        _widen(rows[s3, kv_head], scratch[3]),
     )
 
 
@@ -132,13 +158,15 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
 
     for i in range(blocks[0], blocks[1]):
         keys, values = k_cache[block_table[i]], v_cache[block_table[i]]
+        ahead = block_table[min(i + 1, blocks[1] - 1)]
+        next_keys, next_values = k_cache[ahead], v_cache[ahead]
         written = min(block_size, context_len - i * block_size)  # slots that hold a token of ours
 
         # 1. Scores, four tokens at a time with all their heads: in the order of memory, which the
         #    processor prefetches, and with each query loaded once for four keys.
         for slot in range(0, written, 4):
             for kv_head in range(num_kv_heads):
-                k0, k1, k2, k3 = _four(keys, slot, written, kv_head, scratch)
+                k0, k1, k2, k3 = _four(keys, next_keys, slot, written, kv_head, scratch)
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     s0 = s1 = s2 = s3 = float32(0)
                     for d in range(head_dim):
@@ -170,7 +198,7 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
         # 3. Values, likewise: one pass over `acc` for four tokens.
         for slot in range(0, written, 4):
             for kv_head in range(num_kv_heads):
-                v0, v1, v2, v3 = _four(values, slot, written, kv_head, scratch)
+                v0, v1, v2, v3 = _four(values, next_values, slot, written, kv_head, scratch)
                 for head in range(kv_head * group, (kv_head + 1) * group):
                     w0, w1 = weights[head, slot], weights[head, slot + 1]
                     w2, w3 = weights[head, slot + 2], weights[head, slot + 3]
