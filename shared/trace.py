@@ -195,3 +195,11 @@ def _since(origin: float, time: float) -> float:
 
 def _write(path: str | Path, content: dict[str, Any]) -> None:
     Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":  # `python -m shared.trace record`
+    import sys
+
+    from .trace_record import main
+
+    sys.exit(main())

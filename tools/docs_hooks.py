@@ -15,11 +15,17 @@ import importlib
 import json
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
+    sys.path.insert(0, root)
+
+from tools import docs_viewer
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
@@ -81,7 +87,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for each notebook."""
+    """Add a page for each notebook, and a script for each recording of the trace viewer."""
     File = importlib.import_module("mkdocs.structure.files").File
     for page, path in notebooks().items():
         file = File.generated(config, page, content=notebook_page(path))
@@ -89,6 +95,9 @@ def on_files(files: Any, config: Any) -> Any:
         for name, value in {"locale": "en", "locale_alternate_of": "en", "alternates": {}}.items():
             setattr(file, name, value)
         files.append(file)
+    for path in sorted(docs_viewer.FOLDER.glob("*.json")):
+        uri = path.relative_to(ROOT / "docs").with_suffix(".js").as_posix()
+        files.append(File.generated(config, uri, content=docs_viewer.script(path)))
     return files
 
 

@@ -22,6 +22,7 @@ from tools import (  # noqa: E402
     docs_example,
     docs_figures,
     docs_tables,
+    docs_viewer,
 )
 
 DATA = ROOT / "docs" / "_data"
@@ -106,6 +107,12 @@ def define_env(env: Any) -> None:
         )
 
     @env.macro
+    def measured_picture(name: str, picture: str, alt: str, caption: str = "") -> str:
+        """A picture of a result file, in its light and its dark variant."""
+        page = getattr(env.page.file, "src_uri", "")
+        return measured(name, alt, lambda _: docs_bench.picture(picture, alt, caption, page))
+
+    @env.macro
     def measured_claims(name: str) -> str:
         """The project's claims beside what was measured."""
         said = words()["results"]
@@ -115,3 +122,8 @@ def define_env(env: Any) -> None:
     def table(name: str) -> str:
         """A table computed by `tools/docs_tables.py`."""
         return docs_tables.table(name, words()["tables"])
+
+    @env.macro
+    def trace_viewer() -> str:
+        """The viewer of recorded runs."""
+        return docs_viewer.viewer(words()["viewer"])

@@ -1,0 +1,714 @@
+// The trace viewer: replays recorded runs of the running example, two of them side by side.
+//
+// A recording is a file that `python -m shared.trace record` wrote (its format is described in
+// shared/trace_record.py), wrapped so that a page from the disk can load it as a script. All words
+// come from the page (docs/_data/words.*.yml). No dependency, no network, no state but the address.
+(() => {
+  "use strict";
+
+  const FOLDER = new URL("../traces/", document.currentScript.src);
+  const SVG = "http://www.w3.org/2000/svg";
+  const DOCUMENT = "document";
+  const SPEEDS = [0.25, 1, 4];
+  const COLOURS = { A: "a", B: "b", C: "c", D: "d" };
+  const ICONS = {
+    back: "M11 4 3 12l8 8V4Zm2 0h2v16h-2V4Z",
+    play: "M6 4v16l14-8L6 4Z",
+    pause: "M6 4h4v16H6V4Zm8 0h4v16h-4V4Z",
+    forward: "M13 4v16l8-8-8-8ZM9 4h2v16H9V4Z",
+  };
+
+  // --- recordings ---------------------------------------------------------------------------
+
+  const loading = new Map();
+  let received = null;
+  window.miniVllmTrace = (content) => { received = content; };
+
+  /** Load a recording once. Scripts, not fetch(): that fails on pages opened from the disk. */
+  function load(name) {
+    if (!loading.has(name)) {
+      loading.set(name, new Promise((resolve, reject) => {
+        const script = document.createElement("script");
+        script.src = new URL(`${name}.js`, FOLDER).href;
+        script.onload = () => { resolve(new Recording(name, received)); };
+        script.onerror = () => { loading.delete(name); reject(new Error(name)); };
+        document.head.append(script);
+      }));
+    }
+    return loading.get(name);
+  }
+
+  /** A recording in full: `frames[i]` is how everything stood in step i, and one after the last. */
+  class Recording {
+    constructor(name, content) {
+      Object.assign(this, content);
+      this.name = name;
+      const document_ = this.requests.find((r) => r.id === DOCUMENT);
+      this.zero = document_.arrived; // all times below count from the document's arrival
+      this.first = -this.zero;
+      this.last = this.steps.at(-1).end - this.zero;
+      this.frames = this.#expand();
+      this.starts = this.frames.map((frame) => frame.start);
+      this.tokens = this.requests.map(() => []);
+      this.frames.forEach((frame) => frame.sampled.forEach(([r]) => this.tokens[r].push(frame.end)));
+      this.longest = this.#longestGap();
+      this.ttft = this.tokens[this.requests.indexOf(document_)][0] ?? null;
+      this.most = Math.max(...this.frames.map((frame) => frame.numTokens));
+    }
+
+    #expand() {
+      const tables = this.requests.map(() => []);
+      const findable = new Set();
+      const lastHolder = [];
+      const inCache = this.requests.map(() => 0);
+      const generated = this.requests.map(() => 0);
+      const text = this.requests.map(() => "");
+      const begun = new Set();
+      let firstTokens = [];
+      const frames = [];
+      for (const [index, raw] of this.steps.entries()) {
+        const step = { slices: [], sampled: [], preempted: [], waiting: [], running: [],
+          prefilling: [], tables: [], published: [], forgotten: [], ...raw };
+        // 1. The pool.
+        for (const [r, keep, blocks] of step.tables) tables[r].splice(keep, Infinity, ...blocks);
+        step.published.forEach((block) => findable.add(block));
+        step.forgotten.forEach((block) => findable.delete(block));
+        const holders = Array.from({ length: this.num_blocks }, () => []);
+        tables.forEach((table, r) => table.forEach((block, i) => holders[block].push([r, i])));
+        const cells = holders.map((held, block) => {
+          if (held.length) lastHolder[block] = held[0];
+          const kind = held.length > 1 ? "shared" : held.length ? "held"
+            : findable.has(block) ? "cached" : "free";
+          return { kind, held, before: kind === "cached" ? lastHolder[block] : null };
+        });
+        // 2. The requests, as they stand while the step runs: what it computes is not there yet.
+        step.preempted.forEach((r) => { inCache[r] = 0; });
+        const hits = [];
+        for (const [r, start] of step.slices) {
+          if (inCache[r] === 0 && start > 0) hits.push([r, start, begun.has(r)]);
+          begun.add(r);
+          inCache[r] = start;
+        }
+        const start = step.start - this.zero;
+        const before = index ? frames[index - 1] : null;
+        frames.push({ ...step, index, start, end: step.end - this.zero, cells, hits,
+          numTokens: step.slices.reduce((sum, slice) => sum + slice[2], 0),
+          arrived: this.#between("arrived", before?.start ?? -Infinity, start),
+          ended: this.#between("ended", before?.start ?? -Infinity, start),
+          firstTokens, // those of the step before
+          requests: this.requests.map((request, r) => ({
+            state: this.#state(request, r, step, before), inCache: inCache[r],
+            generated: generated[r], text: text[r], blocks: tables[r].length })) });
+        // 3. What it computed.
+        step.slices.forEach(([r, first, count]) => { inCache[r] = first + count; });
+        firstTokens = step.sampled.map(([r]) => r).filter((r) => generated[r] === 0);
+        step.sampled.forEach(([r, piece]) => { generated[r] += 1; text[r] += piece; });
+      }
+      // When all is over: nobody holds a block.
+      const last = frames.at(-1);
+      frames.push({ ...last, index: frames.length, start: last.end, end: last.end, over: true,
+        slices: [], sampled: [], preempted: [], waiting: [], running: [], prefilling: [], hits: [],
+        numTokens: 0, free: this.num_blocks, arrived: [], firstTokens,
+        ended: this.#between("ended", last.start, Infinity),
+        cells: last.cells.map((cell, block) => {
+          const kind = findable.has(block) ? "cached" : "free";
+          return { kind, held: [], before: kind === "cached" ? lastHolder[block] : null };
+        }),
+        requests: this.requests.map((request, r) => ({ state: request.reason, inCache: inCache[r],
+          generated: generated[r], text: text[r], blocks: 0 })) });
+      return frames;
+    }
+
+    #between(what, before, now) {
+      return this.requests.flatMap((request, r) => {
+        const moment = request[what] - this.zero;
+        return moment > before && moment <= now ? [r] : [];
+      });
+    }
+
+    /** A request's state while a step runs. `prefilling` names those that are so after it. */
+    #state(request, r, step, before) {
+      if (step.running.includes(r)) {
+        const decodes = before?.running.includes(r) && !before.prefilling.includes(r);
+        return this.stage < 4 || decodes ? "running" : "prefilling";
+      }
+      if (step.waiting.includes(r)) return "waiting";
+      return request.arrived > step.start ? "absent" : request.reason;
+    }
+
+    /** The longest time between two tokens of a chat. */
+    #longestGap() {
+      let longest = { start: 0, end: 0, seconds: 0 };
+      this.tokens.forEach((times, r) => {
+        if (this.requests[r].id.startsWith(DOCUMENT)) return;
+        for (let i = 1; i < times.length; i += 1) {
+          const seconds = times[i] - times[i - 1];
+          if (seconds > longest.seconds) longest = { start: times[i - 1], end: times[i], seconds };
+        }
+      });
+      return longest;
+    }
+
+    /** The step that runs at a time: the last one that has started. */
+    frameAt(time) {
+      let low = 0;
+      let high = this.starts.length;
+      while (high - low > 1) {
+        const middle = (low + high) >> 1;
+        if (this.starts[middle] <= time + 1e-9) low = middle; else high = middle;
+      }
+      return this.frames[low];
+    }
+  }
+
+  // --- drawing ------------------------------------------------------------------------------
+
+  function element(name, attributes = {}, ...children) {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) {
+      if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
+    }
+    made.append(...children.filter((child) => child !== null));
+    return made;
+  }
+
+  function drawn(name, attributes, ...children) {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  }
+
+  function icon(name) {
+    return drawn("svg", { viewBox: "0 0 24 24", "aria-hidden": "true" },
+      drawn("path", { d: ICONS[name] }));
+  }
+
+  /** The largest number of columns up to `most` that makes full rows. */
+  function columns(count, most) {
+    let found = most;
+    while (found > most / 2 && count % found) found -= 1;
+    return count % found ? most : found;
+  }
+
+  /** One recording, at one time. Knows nothing of the other one or of who moves the time. */
+  class Panel {
+    constructor(viewer) {
+      this.viewer = viewer;
+      this.words = viewer.words;
+      this.select = element("select", { class: "viewer__select" });
+      this.body = element("div", { class: "viewer__body" });
+      const label = element("label", { class: "viewer__pick" },
+        element("span", {}, this.words.recording), this.select);
+      this.root = element("section", { class: "viewer__panel" }, label, this.body);
+    }
+
+    show(recording) {
+      const { words } = this;
+      this.recording = recording;
+      this.frame = null;
+      this.body.replaceChildren();
+      if (!recording) return;
+      this.root.setAttribute("aria-label", this.viewer.title(recording.name));
+      const heading = (text) => element("h3", { class: "viewer__heading" }, text);
+      // 1. What is known before anything moves.
+      this.body.append(element("dl", { class: "viewer__facts" },
+        this.#fact(words.longest_gap, recording.longest.seconds, "longest-gap"),
+        this.#fact(words.ttft, recording.ttft, "ttft")));
+      // 2. The step.
+      this.counter = element("p", { class: "viewer__step" });
+      this.bar = element("div", { class: "viewer__bar", role: "img" });
+      this.elapsed = element("div", { class: "viewer__elapsed" });
+      this.events = element("p", { class: "viewer__events" });
+      this.body.append(heading(words.computes), this.counter, this.bar, this.elapsed, this.events);
+      // 3. The tokens in time.
+      this.strips = drawn("svg", { class: "viewer__strips", role: "img" });
+      this.strips.setAttribute("aria-label", words.strips_label
+        .replace("{gap}", this.viewer.seconds(recording.longest.seconds)));
+      this.strips.addEventListener("pointerdown", (event) => this.#seek(event));
+      this.body.append(heading(words.strips), this.strips);
+      // 4. The pool.
+      this.grid = element("div", { class: "viewer__grid", role: "img",
+        style: `--columns: ${columns(recording.num_blocks, 20)}; `
+          + `--columns-narrow: ${columns(recording.num_blocks, 14)}` });
+      this.cells = Array.from({ length: recording.num_blocks }, () => element("span", {}));
+      this.grid.append(...this.cells);
+      this.counts = element("ul", { class: "viewer__counts" });
+      this.body.append(heading(words.pool.replace("{size}", recording.block_size)),
+        this.grid, this.counts);
+      // 5. The requests and their queues.
+      this.rows = recording.requests.map((request, r) => this.#row(request, r));
+      this.queues = element("p", { class: "viewer__queues" });
+      const head = words.columns.map((text) => element("th", { scope: "col" }, text));
+      this.body.append(heading(words.requests),
+        element("table", { class: "viewer__requests" },
+          element("thead", {}, element("tr", {}, ...head)),
+          element("tbody", {}, ...this.rows.flatMap((row) => [row.line, row.second]))),
+        this.queues);
+      this.draw();
+    }
+
+    #fact(text, seconds, name) {
+      const value = seconds === null ? "–" : this.viewer.seconds(seconds);
+      return element("div", {}, element("dt", {}, text),
+        element("dd", { "data-fact": name }, value));
+    }
+
+    #row(request, r) {
+      const cells = ["state", "cache", "generated", "blocks"]
+        .map((name) => element("td", { "data-column": name }));
+      const name = element("th", { scope: "row" }, this.#mark(r), this.viewer.name(request.id));
+      const text = element("span", {});
+      const second = element("tr", { class: "viewer__text" },
+        element("td", { colspan: "5" }, element("div", {}, text)));
+      return { line: element("tr", {}, name, ...cells), second, cells, text };
+    }
+
+    #mark(r) {
+      const { id } = this.recording.requests[r];
+      return element("span", { class: "viewer__mark", "aria-hidden": "true",
+        style: `--colour: var(--fig-${COLOURS[id] ?? "doc"})` }, this.viewer.mark(id));
+    }
+
+    #colour(r) {
+      return `var(--fig-${COLOURS[this.recording.requests[r].id] ?? "doc"})`;
+    }
+
+    #name(r) {
+      return this.viewer.name(this.recording.requests[r].id);
+    }
+
+    #seek(event) {
+      const box = this.strips.getBoundingClientRect();
+      const share = (event.clientX - box.left - this.left) / (box.width - this.left - 8);
+      const [first, last] = this.viewer.span;
+      this.viewer.moveTo(first + Math.min(1, Math.max(0, share)) * (last - first));
+    }
+
+    /** Everything that does not move: the strips, for the width that there is. */
+    draw() {
+      const { recording } = this;
+      if (!recording) return;
+      const width = Math.max(240, this.body.clientWidth);
+      this.left = width < 480 ? 26 : 92;
+      const rowHeight = 22;
+      const top = 20;
+      const height = top + (recording.requests.length + 1) * rowHeight + 20;
+      const [first, last] = this.viewer.span;
+      const x = (time) => this.left + ((time - first) / (last - first)) * (width - this.left - 8);
+      this.x = x;
+      this.strips.setAttribute("viewBox", `0 0 ${width} ${height}`);
+      this.strips.style.height = `${height}px`;
+      const parts = [];
+      const chats = recording.requests.filter((one) => !one.id.startsWith(DOCUMENT)).length;
+      // 1. The hole.
+      const { longest } = recording;
+      const bottom = top + chats * rowHeight;
+      const label = this.viewer.seconds(longest.seconds);
+      const [from, to] = [x(longest.start), x(longest.end)];
+      parts.push(drawn("rect", { class: "hole", x: from, y: top, width: Math.max(1, to - from),
+        height: bottom - top }));
+      parts.push(drawn("text", { class: "hole-label", y: top - 6, "text-anchor": "middle",
+        x: Math.min(width - 30, (from + to) / 2) }, label));
+      // 2. A row for each request: its wait, its tokens.
+      this.ticks = [];
+      recording.requests.forEach((request, r) => {
+        const y = top + r * rowHeight + rowHeight / 2;
+        const arrived = request.arrived - recording.zero;
+        const ended = request.ended - recording.zero;
+        const firstToken = recording.tokens[r][0] ?? ended;
+        const name = this.left > 40 ? this.#name(r) : this.viewer.mark(request.id);
+        parts.push(drawn("text", { class: "label", x: 0, y: y + 4 }, name));
+        parts.push(drawn("line", { class: "rail", x1: x(arrived), x2: x(ended), y1: y, y2: y }));
+        parts.push(drawn("rect", { class: "wait", x: x(arrived), y: y - 4, height: 8, rx: 2,
+          width: Math.max(1, x(firstToken) - x(arrived)), style: `stroke: ${this.#colour(r)}` }));
+        for (const time of recording.tokens[r]) {
+          const tick = drawn("line", { class: "tick", x1: x(time), x2: x(time), y1: y - 7,
+            y2: y + 7, style: `stroke: ${this.#colour(r)}` });
+          this.ticks.push([time, tick]);
+          parts.push(tick);
+        }
+        if (request.reason === "abort") {
+          parts.push(drawn("path", { class: "abort",
+            d: `M${x(ended) - 4} ${y - 4}l8 8m0 -8l-8 8` }));
+        }
+      });
+      // 3. The steps, and the seconds.
+      const y = top + recording.requests.length * rowHeight + 5;
+      if (this.left > 40) parts.push(drawn("text", { class: "label", x: 0, y: y + 9 }, this.words.steps));
+      for (const frame of recording.frames) {
+        if (frame.over) continue;
+        const prompt = frame.slices.some(([r, , n]) => n > 1
+          && recording.requests[r].id.startsWith(DOCUMENT));
+        parts.push(drawn("rect", { class: prompt ? "step prompt" : "step", x: x(frame.start), y,
+          width: Math.max(0.4, x(frame.end) - x(frame.start) - 0.5), height: 11 }));
+      }
+      const every = [0.5, 1, 2, 5, 10, 20].find((s) => x(s) - x(0) > 46) ?? 50;
+      for (let n = Math.ceil(first / every); n * every <= last; n += 1) {
+        const s = n * every || 0; // not -0
+        parts.push(drawn("text", { class: "axis", x: x(s), y: height - 4, "text-anchor": "middle" },
+          `${this.viewer.number(s)} s`));
+      }
+      this.cursor = drawn("line", { class: "cursor", y1: top - 4, y2: height - 18 });
+      this.strips.replaceChildren(...parts, this.cursor);
+    }
+
+    /** Show a time. Cheap while the step stays the same. */
+    update(time) {
+      const { recording } = this;
+      if (!recording) return;
+      const frame = recording.frameAt(time);
+      const at = this.x(time);
+      this.cursor.setAttribute("x1", at);
+      this.cursor.setAttribute("x2", at);
+      for (const [moment, tick] of this.ticks) tick.classList.toggle("ahead", moment > time);
+      const duration = frame.end - frame.start;
+      const done = frame.over ? 0 : Math.min(1, (time - frame.start) / duration);
+      this.elapsed.style.setProperty("--done", done);
+      if (frame === this.frame) return;
+      this.frame = frame;
+      this.#updateStep(frame);
+      this.#updatePool(frame);
+      this.#updateRequests(frame);
+    }
+
+    #updateStep(frame) {
+      const { recording, words, viewer } = this;
+      const count = recording.steps.length;
+      this.counter.textContent = frame.over ? words.over : words.step
+        .replace("{step}", viewer.number(frame.index)).replace("{last}", viewer.number(count - 1))
+        .replace("{tokens}", viewer.number(frame.numTokens))
+        .replace("{seconds}", viewer.seconds(frame.end - frame.start));
+      this.counter.dataset.step = frame.index;
+      this.counter.dataset.tokens = frame.numTokens;
+      const parts = frame.slices.map(([r, start, n]) => `${this.#name(r)} ${viewer.number(n)}`);
+      this.bar.setAttribute("aria-label", parts.join(", "));
+      const room = Math.max(viewer.most, 1);
+      this.bar.replaceChildren(...frame.slices.map(([r, start, n]) => {
+        const request = recording.requests[r];
+        const slice = element("span", { class: "viewer__slice", "data-tokens": n,
+          title: words.slice.replace("{name}", this.#name(r)).replace("{start}", viewer.number(start))
+            .replace("{end}", viewer.number(start + n - 1)),
+          style: `--colour: ${this.#colour(r)}; flex: 0 1 calc(1.25rem + ${(n / room) * 100}%)` });
+        slice.append(n > 1 ? `${viewer.mark(request.id)} ${viewer.number(n)}` : viewer.mark(request.id));
+        return slice;
+      }));
+      this.events.textContent = this.sentences(frame).join(" ");
+    }
+
+    /** What happened since the step before, in words. */
+    sentences(frame) {
+      const { words, viewer } = this;
+      const say = (text, r, values = {}) => Object.entries({ name: this.#name(r), ...values })
+        .reduce((said, [key, value]) => said.replace(`{${key}}`, value), text);
+      const said = [];
+      for (const r of frame.ended) {
+        said.push(say(words.events[this.recording.requests[r].reason], r));
+      }
+      frame.arrived.forEach((r) => said.push(say(words.events.arrived, r)));
+      frame.preempted.forEach((r) => said.push(say(words.events.preempted, r)));
+      frame.hits.forEach(([r, n, again]) => said.push(
+        say(again ? words.events.own_hit : words.events.hit, r, { tokens: viewer.number(n) })));
+      frame.firstTokens.forEach((r) => said.push(say(words.events.first_token, r)));
+      return said;
+    }
+
+    #updatePool(frame) {
+      const { words, viewer, recording } = this;
+      const size = recording.block_size;
+      const counts = { held: 0, shared: 0, cached: 0, free: 0 };
+      frame.cells.forEach((cell, block) => {
+        counts[cell.kind] += 1;
+        const shown = this.cells[block];
+        const owner = cell.held[0] ?? cell.before;
+        shown.className = `viewer__cell ${cell.kind}`;
+        shown.dataset.kind = cell.kind;
+        shown.textContent = cell.kind === "shared" ? `×${cell.held.length}`
+          : owner ? viewer.mark(recording.requests[owner[0]].id) : "";
+        shown.style.setProperty("--colour", cell.kind === "shared" ? "var(--fig-shared)"
+          : owner ? this.#colour(owner[0]) : "var(--fig-free)");
+        const holders = (cell.held.length ? cell.held : cell.before ? [cell.before] : [])
+          .map(([r, i]) => words.holder.replace("{name}", this.#name(r))
+            .replace("{start}", viewer.number(i * size))
+            .replace("{end}", viewer.number((i + 1) * size - 1)));
+        shown.title = `${words.block.replace("{block}", block)}: `
+          + [words.kinds[cell.kind], ...holders].join(", ");
+      });
+      const summary = Object.entries(counts).map(([kind, n]) => `${words.kinds[kind]} ${n}`);
+      this.grid.setAttribute("aria-label", summary.join(", "));
+      this.counts.replaceChildren(...Object.entries(counts).map(([kind, n]) => element("li", {},
+        element("span", { class: `viewer__cell ${kind}`, "aria-hidden": "true",
+          style: `--colour: var(--fig-${kind === "shared" ? "shared" : "a"})` },
+        { held: "A", shared: "×2", cached: "A", free: "" }[kind]),
+        `${words.kinds[kind]} `, element("b", { "data-count": kind }, viewer.number(n)))));
+    }
+
+    #updateRequests(frame) {
+      const { words, viewer, recording } = this;
+      frame.requests.forEach((one, r) => {
+        const [state, cache, generated, blocks] = this.rows[r].cells;
+        const total = recording.requests[r].prompt_tokens;
+        const prompt = Math.min(one.inCache, total);
+        const live = ["waiting", "prefilling", "running"].includes(one.state);
+        state.replaceChildren(element("span", { class: `viewer__state ${one.state}` },
+          words.states[one.state]));
+        const share = live ? prompt / total : 0;
+        cache.replaceChildren(element("span", { class: "viewer__progress",
+          style: `--share: ${share}; --colour: ${this.#colour(r)}` }),
+        live ? `${viewer.number(prompt)} / ${viewer.number(total)}` : `– / ${viewer.number(total)}`);
+        generated.textContent = one.state === "absent" ? "–" : viewer.number(one.generated);
+        blocks.textContent = viewer.number(one.blocks);
+        this.rows[r].line.classList.toggle("quiet", !live);
+        this.rows[r].text.textContent = one.text.replace(/\s+/g, " ").slice(-160) || " ";
+      });
+      const list = (queue) => queue.map((r) => this.#name(r)).join(", ") || "–";
+      this.queues.replaceChildren(element("span", {}, `${words.queues.running}: `,
+        element("b", { "data-queue": "running" }, list(frame.running))), " ",
+      element("span", {}, `${words.queues.waiting}: `,
+        element("b", { "data-queue": "waiting" }, list(frame.waiting))));
+    }
+
+    /** The panel in one sentence, for those who hear it. */
+    spoken() {
+      const { recording, frame } = this;
+      if (!recording || !frame) return "";
+      const parts = frame.slices.map(([r, , n]) => `${this.#name(r)} ${this.viewer.number(n)}`);
+      const step = `${this.viewer.title(recording.name)}: ${this.counter.textContent}.`;
+      return [step, parts.length ? `${parts.join(", ")}.` : "", ...this.sentences(frame)].join(" ");
+    }
+  }
+
+  // --- the whole ----------------------------------------------------------------------------
+
+  class Viewer {
+    constructor(root) {
+      this.root = root;
+      this.words = JSON.parse(root.dataset.words);
+      this.recordings = JSON.parse(root.dataset.recordings);
+      this.format = new Intl.NumberFormat(document.documentElement.lang || "en",
+        { maximumFractionDigits: 2 });
+      this.hundredths = new Intl.NumberFormat(document.documentElement.lang || "en",
+        { minimumFractionDigits: 2, maximumFractionDigits: 2, signDisplay: "negative" });
+      this.panels = [new Panel(this), new Panel(this)];
+      this.span = [0, 1];
+      this.most = 1;
+      this.stops = [0];
+      this.time = 0;
+      this.playing = null;
+      this.#build();
+      const wanted = this.#fromAddress();
+      this.traffic.value = this.recordings.find((one) => one.name === wanted.names[0]).traffic;
+      this.#fill(wanted.names);
+      this.#open(wanted.stop);
+      window.addEventListener("hashchange", () => {
+        const now = this.#fromAddress();
+        if (location.hash === this.address) return;
+        this.traffic.value = this.recordings.find((one) => one.name === now.names[0]).traffic;
+        this.#fill(now.names);
+        this.#open(now.stop);
+      });
+      new ResizeObserver(() => {
+        this.panels.forEach((panel) => { panel.draw(); });
+        this.render();
+      }).observe(root);
+    }
+
+    number(value) { return this.format.format(value); }
+
+    fixed(value) { return this.hundredths.format(value); }
+
+    seconds(value) {
+      return value < 0.9995 ? `${this.number(Math.round(value * 1000))} ms` : `${this.fixed(value)} s`;
+    }
+
+    name(id) { return this.words.names[id] ?? this.words.chat.replace("{name}", id); }
+
+    mark(id) { return this.words.marks[id] ?? id; }
+
+    title(name) {
+      const { stage, chunk_size: chunk } = this.recordings.find((one) => one.name === name);
+      const title = this.words.stages[stage - 1];
+      return chunk ? this.words.with_chunks.replace("{stage}", title).replace("{chunk}", chunk) : title;
+    }
+
+    #build() {
+      const { words } = this;
+      const button = (name, label) => element("button", { type: "button", "aria-label": label,
+        title: label, "data-button": name }, icon(name));
+      this.traffic = element("select", { class: "viewer__select" }, ...Object.entries(words.traffic)
+        .map(([value, text]) => element("option", { value }, text)));
+      this.back = button("back", words.back);
+      this.play = button("play", words.play);
+      this.forward = button("forward", words.forward);
+      this.slider = element("input", { type: "range", min: "0", step: "1", value: "0",
+        "aria-label": words.slider });
+      this.clock = element("output", { class: "viewer__clock" });
+      this.speed = element("select", { class: "viewer__speed", "aria-label": words.speed },
+        ...SPEEDS.map((speed) => element("option", { value: speed, selected: speed === 1 },
+          `${this.number(speed)}×`)));
+      this.live = element("p", { class: "viewer__live", role: "status" });
+      this.about = element("p", { class: "viewer__about" });
+      const controls = element("div", { class: "viewer__controls", role: "group",
+        "aria-label": words.controls }, this.back, this.play, this.forward, this.slider, this.clock,
+      this.speed);
+      this.root.tabIndex = -1;
+      this.root.replaceChildren(element("label", { class: "viewer__pick" },
+        element("span", {}, words.traffic_label), this.traffic), this.about, controls, this.live,
+      element("div", { class: "viewer__panels" }, ...this.panels.map((panel) => panel.root)));
+      this.traffic.addEventListener("change", () => { this.#fill(); this.#open(); });
+      for (const panel of this.panels) {
+        panel.select.addEventListener("change", () => this.#open(null, this.time));
+      }
+      this.back.addEventListener("click", () => this.step(-1));
+      this.forward.addEventListener("click", () => this.step(1));
+      this.play.addEventListener("click", () => this.toggle());
+      this.slider.addEventListener("input", () => {
+        this.pause();
+        this.moveTo(this.stops[this.slider.valueAsNumber]);
+      });
+      this.root.addEventListener("keydown", (event) => this.#key(event));
+    }
+
+    #key(event) {
+      if (event.altKey || event.ctrlKey || event.metaKey) return;
+      if (event.target.closest("select, input")) return; // they have keys of their own
+      const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+      if (move) this.step(move);
+      else if (event.key === "Home") this.moveTo(this.stops[0]);
+      else if (event.key === "End") this.moveTo(this.stops.at(-1));
+      else if (event.key === " " && !event.target.closest("button")) this.toggle();
+      else return;
+      event.preventDefault();
+    }
+
+    #fill(names = null) {
+      const offered = this.recordings.filter((one) => one.traffic === this.traffic.value);
+      const chosen = names ?? [offered.find((one) => one.stage === 3).name,
+        offered.filter((one) => one.stage === 4).at(offered.length > 3 ? 1 : 0).name];
+      this.panels.forEach((panel, side) => {
+        panel.select.replaceChildren(...offered.map((one) => element("option",
+          { value: one.name, selected: one.name === chosen[side] }, this.title(one.name))));
+        if (side) {
+          panel.select.append(element("option", { value: "", selected: !chosen[side] },
+            this.words.nothing));
+        }
+      });
+    }
+
+    #fromAddress() {
+      const [, left, right, stop] = /^#([\w-]+)\+([\w-]*)(?:@(\d+))?$/.exec(location.hash) ?? [];
+      const known = (name) => this.recordings.find((one) => one.name === name);
+      if (known(left) && (right === "" || known(right)?.traffic === known(left).traffic)) {
+        return { names: [left, right], stop: stop === undefined ? null : Number(stop) };
+      }
+      const names = [3, 4].map((stage) => this.recordings.filter((one) => one.traffic === "example"
+        && one.stage === stage));
+      return { names: [names[0][0].name, names[1][Math.min(1, names[1].length - 1)].name],
+        stop: null };
+    }
+
+    /** Load what is chosen and show it: at a stop, at a time, or in the middle of the stall. */
+    async #open(stop = null, time = null) {
+      this.pause();
+      const names = this.panels.map((panel) => panel.select.value);
+      this.opening = names.join("+");
+      this.root.setAttribute("aria-busy", "true");
+      let shown;
+      try {
+        shown = await Promise.all(names.map((name) => (name ? load(name) : null)));
+      } catch (error) {
+        this.live.textContent = this.words.failed.replace("{name}", error.message);
+        this.live.classList.add("failed");
+        return;
+      }
+      if (this.opening !== names.join("+")) return; // another choice was faster
+      const there = shown.filter(Boolean);
+      this.span = [Math.min(...there.map((one) => one.first)), Math.max(...there.map((one) => one.last))];
+      this.most = Math.max(...there.map((one) => one.most));
+      this.stops = [...new Set(there.flatMap((one) => one.starts))].sort((a, b) => a - b);
+      this.slider.max = this.stops.length - 1;
+      this.root.classList.toggle("alone", there.length === 1);
+      this.panels.forEach((panel, side) => panel.show(shown[side]));
+      const [one] = there;
+      this.about.textContent = this.words.about[this.traffic.value]
+        + ` ${this.words.recorded.replace("{model}", one.model)
+          .replace("{cores}", one.machine.cores).replace("{cpu}", one.machine.cpu)
+          .replace("{date}", one.date)}`;
+      this.root.removeAttribute("aria-busy");
+      const middle = (one.longest.start + one.longest.end) / 2;
+      this.moveTo(stop !== null ? this.stops[Math.min(stop, this.stops.length - 1)] : time ?? middle);
+      this.root.dataset.ready = this.opening;
+    }
+
+    /** The index of the last stop that is not after the time. */
+    get stop() {
+      let found = 0;
+      while (found + 1 < this.stops.length && this.stops[found + 1] <= this.time + 1e-9) found += 1;
+      return found;
+    }
+
+    step(by) {
+      this.pause();
+      const stop = this.stop;
+      const back = by < 0 && this.time > this.stops[stop] + 1e-9 ? by + 1 : by;
+      this.moveTo(this.stops[Math.max(0, Math.min(this.stops.length - 1, stop + back))]);
+    }
+
+    moveTo(time) {
+      this.time = time;
+      this.render();
+      if (this.playing) return;
+      this.live.textContent = this.panels.map((panel) => panel.spoken()).join(" ");
+      this.address = `#${this.opening}@${this.stop}`;
+      history.replaceState(null, "", this.address);
+    }
+
+    toggle() {
+      if (this.playing) { this.pause(); return; }
+      if (this.time >= this.stops.at(-1)) this.time = this.stops[0];
+      let before = performance.now();
+      const tick = (now) => {
+        const time = this.time + ((now - before) / 1000) * Number(this.speed.value);
+        before = now;
+        if (time >= this.stops.at(-1)) { this.pause(); this.moveTo(this.stops.at(-1)); return; }
+        this.playing = requestAnimationFrame(tick);
+        this.moveTo(time);
+      };
+      this.playing = requestAnimationFrame(tick);
+      this.#label("pause");
+    }
+
+    pause() {
+      if (!this.playing) return;
+      cancelAnimationFrame(this.playing);
+      this.playing = null;
+      this.#label("play");
+      this.moveTo(this.time);
+    }
+
+    #label(name) {
+      this.play.replaceChildren(icon(name));
+      this.play.setAttribute("aria-label", this.words[name]);
+      this.play.title = this.words[name];
+    }
+
+    render() {
+      if (!this.panels[0].recording) return;
+      this.panels.forEach((panel) => panel.update(this.time));
+      this.slider.value = this.stop;
+      const text = `${this.fixed(this.time)} s`;
+      this.clock.textContent = text;
+      this.slider.setAttribute("aria-valuetext", this.words.at.replace("{time}", text));
+    }
+  }
+
+  function start() {
+    for (const root of document.querySelectorAll(".viewer:not([data-started])")) {
+      root.dataset.started = "";
+      new Viewer(root);
+    }
+  }
+  if (window.document$) window.document$.subscribe(start);
+  else if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();
