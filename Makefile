@@ -38,7 +38,7 @@ fast-test: $(STAMP)test ## the tests that need neither much time nor the model's
 	@$(PY) -m pytest -m "not slow and not model" $(ARGS)
 
 ifneq ($(wildcard shared/bench*),)
-bench: $(STAMP)base ## the ladder and the stall in small, measured on this machine (ARGS="stall")
+bench: $(STAMP)base ## ladder, stall and their pictures in small, measured on this machine (ARGS="stall")
 	@$(PY) -m shared.bench $(or $(ARGS),quick)
 else
 bench:

@@ -78,7 +78,8 @@ def paint_gaps(figure: Figure, theme: Theme, panels: Sequence[Panel], x_label: s
 
 def _paint_panel(axis: Any, theme: Theme, panel: Panel) -> list[float]:
     """One stage; returns the lengths of all gaps in milliseconds."""
-    axis.axvspan(*panel.prefill, color=theme.shade, lw=0, label="long prompt in prefill")
+    shade = axis.axvspan(*panel.prefill, color=theme.shade, lw=0, zorder=0)
+    shade.set_label("long prompt in prefill")
     found = []
     middle = (len(panel.token_times) - 1) / 2
     for i, (name, times) in enumerate(panel.token_times.items()):

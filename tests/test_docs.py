@@ -570,6 +570,18 @@ def test_pictures_of_measurements_say_where_and_when() -> None:
     assert html.count("<circle") == 3 and "2030-01-02" in html
 
 
+def test_a_picture_has_both_variants_and_words(tmp_path: Path) -> None:
+    (tmp_path / "gaps-light.png").touch()
+    with pytest.raises(DocsError, match="no picture gaps-dark.png; python -m shared.bench plots"):
+        docs_bench.picture("gaps", "What is seen.", folder=tmp_path)
+    (tmp_path / "gaps-dark.png").touch()
+    text = docs_bench.picture("gaps", "What is\n seen.", "More.", "chapters/4.md", tmp_path)
+    for variant in ("light", "dark"):
+        url = f"../assets/bench/gaps-{variant}.png#only-{variant}"
+        assert f"\n![What is seen.]({url}){{ loading=lazy }}\n" in text
+    assert "<figcaption markdown>More.</figcaption>" in text
+
+
 def test_results_that_prove_nothing_are_refused(tmp_path: Path) -> None:
     for change, why in (
         ({"complete": False}, "interrupted"),

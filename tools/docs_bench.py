@@ -227,6 +227,31 @@ def sweep_picture(
     return _figure(canvas, caption, results, words)
 
 
+def picture(name: str, alt: str, caption: str = "", page: str = "", folder: Path = FOLDER) -> str:
+    """A picture that `python -m shared.bench plots` drew, light or dark as the reader has it.
+
+    Args:
+        name: of its files, before "-light.png".
+        alt: what is to be seen, for those who do not see it.
+        page: where the page lies below `docs`.
+
+    Raises:
+        DocsError: a variant is not there.
+    """
+    lines = []
+    for variant in ("light", "dark"):
+        path = folder / f"{name}-{variant}.png"
+        if not path.is_file():
+            raise DocsError(
+                f"no picture {path.name}; python -m shared.bench plots --out docs/assets/bench"
+            )
+        url = f"{'../' * page.count('/')}assets/bench/{path.name}#only-{variant}"
+        lines.append(f"![{' '.join(alt.split())}]({url}){{ loading=lazy }}\n")
+    figure = '<figure class="fig picture" markdown>'
+    caption = f"<figcaption markdown>{caption}</figcaption>\n\n" if caption else ""
+    return f"\n{figure}\n\n" + "\n".join(lines) + f"\n{caption}</figure>\n"
+
+
 def claims(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
     """What the project says about itself, beside what was measured."""
     rows = "".join(

@@ -21,7 +21,6 @@ QUICK = {
     "system_tokens": 64,
     "own_tokens": (16, 32),
     "max_tokens": 12,
-    "document_tokens": 512,
 }
 NAMES = {"naive": rows.NAIVE, "generate": rows.CACHED, "padded": rows.PADDED} | {
     **{f"{stage:02d}": name for stage, name in rows.STAGES.items()},

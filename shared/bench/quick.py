@@ -1,4 +1,4 @@
-"""The quick set: ladder and stall in small, then the pictures (`make bench`)."""
+"""The quick set: ladder, stall and chunk sizes in small, then the pictures (`make bench`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ def add_options(parser: Parser) -> None:
 
 def main(args: argparse.Namespace, console: Console) -> int:
     """Run each in this process, so that the model is loaded once. Stops at the first failure."""
-    from .__main__ import exists
     from .__main__ import main as run
 
     common = ["--quick", "--model", args.model, "--device", args.device, "--out", args.out]
-    for name in ("ladder", "stall"):
-        code = run([name, *common])
+    for name, *own in (["ladder"], ["stall"], ["sweeps", "--of", "chunk"]):
+        code = run([name, *common, *own])
         if code:
             return code
-    return run(["plots", "--out", args.out]) if exists("plots") else 0
+    return run(["plots", "--out", args.out])
