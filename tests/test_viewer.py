@@ -6,6 +6,7 @@ The page is the viewer's element alone, opened from the disk, so that no site ne
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shared.trace_record import DOCUMENT_TOKENS, MAX_BYTES, RECORDINGS, load, pools, save
+from shared.trace_record import DOCUMENT_TOKENS, MAX_BYTES, RECORDINGS, Pool, load, pools, save
 from tools import docs_macros, docs_viewer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -179,12 +180,40 @@ def test_slider_keys_buttons_and_play(visit: Any) -> None:
     assert stop(page) == there, "it plays on after a pause"
 
 
+KINDS = ("held", "shared", "cached", "free")
+EVERY_STEP = """() => {
+    const slider = document.querySelector("input[type=range]");
+    return Array.from({ length: +slider.max + 1 }, (_, step) => {
+        slider.value = step;
+        slider.dispatchEvent(new Event("input"));
+        return [...document.querySelectorAll(".viewer__grid > *")].map(cell => cell.dataset.kind);
+    });
+}"""
+
+
+def kinds(pool: Pool, num_blocks: int) -> Iterator[str]:
+    """What each cell of the pool is in a step."""
+    holders = Counter(block for table in pool.tables.values() for block in table)
+    for block in range(num_blocks):
+        if holders[block]:
+            yield "held" if holders[block] == 1 else "shared"
+        else:
+            yield "cached" if block in pool.findable else "free"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_are_those_of_the_recording(visit: Any, name: str) -> None:
     """One recording alone, so that stop i is its step i."""
     page, content = visit(f"#{name}+"), recording(name)
     steps, requests = content["steps"], content["requests"]
     all_pools = list(pools(content))
+    all_kinds = [list(kinds(pool, content["num_blocks"])) for pool in all_pools]
+    shown = page.evaluate(EVERY_STEP)
+    assert len(shown) == len(steps) + 1, "the last one is when all is over"
+    for index, expected in enumerate(all_kinds):
+        wrong = [b for b in range(len(expected)) if shown[index][b] != expected[b]]
+        assert not wrong, f"step {index}: blocks {wrong} are shown as something else"
+        assert expected.count("cached") + expected.count("free") == steps[index]["free"]
     num_tokens = [0] * len(requests)
     names = page.eval_on_selector_all(
         "tbody th", "all => all.map(cell => cell.lastChild.textContent)"
@@ -194,20 +223,9 @@ def test_the_numbers_are_those_of_the_recording(visit: Any, name: str) -> None:
     for index, step in enumerate(steps):
         if index in shown_at:
             page.locator("input[type=range]").fill(str(index))
-            tables, findable = all_pools[index]
-            holders = [block for table in tables.values() for block in table]
-            free = set(range(content["num_blocks"])) - set(holders)
-            expected = {
-                "held": sum(holders.count(block) == 1 for block in set(holders)),
-                "shared": sum(holders.count(block) > 1 for block in set(holders)),
-                "cached": len(free & findable),
-                "free": len(free - findable),
-            }
-            for kind, count in expected.items():
-                cells = page.locator(f".viewer__grid [data-kind={kind}]").count()
-                assert cells == count, f"step {index}: {cells} cells are {kind}, not {count}"
-                assert page.inner_text(f"[data-count={kind}]") == str(count)
-            assert expected["cached"] + expected["free"] == step["free"]
+            tables = all_pools[index].tables
+            for kind in KINDS:
+                assert page.inner_text(f"[data-count={kind}]") == str(all_kinds[index].count(kind))
             slices = page.eval_on_selector_all(
                 "[data-tokens].viewer__slice", "all => all.map(one => +one.dataset.tokens)"
             )
