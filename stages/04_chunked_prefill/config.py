@@ -22,7 +22,7 @@ class EngineConfig:
         enforce_eager: do not record decode steps as CUDA graphs.
         enable_prefix_caching: keep computed blocks findable.
         max_prefill_chunk_size: prompt tokens of one sequence computed in one step; None is 512 on
-            CUDA, 256 on CPU.
+            CUDA, 128 on CPU.
         max_decode_share: decode's part of `max_num_batched_tokens` while prompts wait; None is all.
         target_step_ms: choose chunks so that a step takes this long; None is off.
         reserve_full_prompt: allocate a prompt's blocks all at once, not chunk by chunk.

@@ -22,7 +22,7 @@ from .kv_cache import KVCache
 from .scheduler import ScheduledBatch, Slice
 from .sequence import Sequence
 
-CHUNK_SIZES = {"cuda": 512, "cpu": 256}  # defaults of max_prefill_chunk_size
+CHUNK_SIZES = {"cuda": 512, "cpu": 128}  # defaults of max_prefill_chunk_size
 
 
 class ModelRunner:
