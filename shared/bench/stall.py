@@ -116,8 +116,8 @@ def make(session: Session, stage: int, workload: workloads.Workload, **options: 
     """An engine with blocks for everything, so that nothing is preempted."""
     if "target_step_ms" in options:
         options["max_prefill_chunk_size"] = 8192  # only the target limits a chunk
-    elif stage == 4:
-        options.setdefault("max_prefill_chunk_size", session.args.chunk_size)
+    elif stage == 4 and "max_prefill_chunk_size" not in options:
+        options["max_prefill_chunk_size"] = session.args.chunk_size
     longest = max(workload.lengths().values())
     return session.engine(
         stage,
