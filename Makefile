@@ -8,7 +8,7 @@ STAMP := .venv/.installed-
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast-test check lint types doors diffs format propagate \
+.PHONY: help demo start test fast-test check lint types doors diffs format propagate \
 	notebooks site bench clean clean-all
 
 help: ## this list
@@ -30,6 +30,9 @@ $(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks: $(STAMP)%: \
 
 demo: $(STAMP)base ## a real model answers several chats at once, streamed in the terminal
 	@$(PY) -m shared.demo $(ARGS)
+
+start: $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage)
+	@$(PY) tools/start.py "$(STAGE)" "$(DIR)"
 
 test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
 	@$(PY) -m pytest --cov --cov-fail-under=0 $(ARGS)
