@@ -46,6 +46,10 @@ class EngineBase:
         names = "steps tokens generated preemptions finished prompt_tokens hit_tokens"
         self._totals = dict.fromkeys(names.split(), 0)  # the last three when a request ends
 
+    def clock(self) -> float:
+        """Now, in seconds. A simulated engine has a clock of its own."""
+        return time.perf_counter()
+
     def _new_request(
         self,
         prompt: Prompt,
@@ -59,7 +63,7 @@ class EngineBase:
             check: given the number of prompt tokens and `max_tokens`, returns the `max_tokens` to
                 use or raises ValueError.
         """
-        arrival_time = time.perf_counter()
+        arrival_time = self.clock()
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
@@ -89,7 +93,7 @@ class EngineBase:
         """
         if request_id not in self._requests:
             return False
-        self._finish(request_id, "abort", time.perf_counter())
+        self._finish(request_id, "abort", self.clock())
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -117,7 +121,7 @@ class EngineBase:
     def _fail(self, batch: Any) -> None:
         """End all requests of a batch that could not be computed."""
         for s in batch.slices:
-            self._finish(s.sequence.request_id, "error", time.perf_counter())
+            self._finish(s.sequence.request_id, "error", self.clock())
 
     def _hand_out(self, requests: list[Request], sampled: list[SampledToken], now: float) -> None:
         """Give each request its token; end those for which it was the last."""
@@ -135,7 +139,9 @@ class EngineBase:
         self._totals["tokens"] += batch.num_tokens
         self._totals["generated"] += len(batch.sampling)
         self._totals["preemptions"] += len(batch.preempted)
-        tables = {s.request_id: s.block_table.copy() for s in running}
+        tables = None
+        if self.trace.record_blocks:
+            tables = {s.request_id: s.block_table.copy() for s in running}
         self.trace.add(
             StepRecord(
                 index=self._totals["steps"] - 1,
@@ -148,7 +154,7 @@ class EngineBase:
                 num_waiting=len(self.scheduler.waiting),
                 num_running=len(running),
                 num_prefilling=sum(s.status.value == "prefilling" for s in running),
-                block_tables=tables if self.trace.record_blocks else None,
+                block_tables=tables,
             )
         )
 
@@ -233,7 +239,7 @@ class EngineBase:
             "prompt_tokens": sequence.num_prompt_tokens,
             "generated_tokens": len(request.token_ids),
             "blocks_held": len(sequence.block_table),
-            "seconds": time.perf_counter() - request.metrics.arrival_time,
+            "seconds": self.clock() - request.metrics.arrival_time,
         }
 
     def stats(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from .session import Session
 # `run(session)`; a tool has `main(args, console)` instead of `run`.
 NAMES = (
     *("quick", "ladder", "throughput", "attention", "prefix", "stall", "sweeps", "bookkeeping"),
-    *("goodput", "plots", "compare"),
+    *("goodput", "simulate", "plots", "compare"),
 )
 
 
