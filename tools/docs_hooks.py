@@ -36,13 +36,17 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook as Markdown. Formulas and headings stay as they are written in its cells."""
+    """A notebook as Markdown. Formulas and headings stay as they are written in its cells.
+
+    Links lead to files there, and here to pages: chapters are one folder up, notebooks beside.
+    """
     notebook = json.loads(path.read_text(encoding="utf-8"))
     parts = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            source = source.replace("](../docs/", "](../")
+            parts.append(re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", source))
         elif cell["cell_type"] == "code" and source.strip():
             parts.append(f"```python\n{source}\n```")
             parts += [text for output in cell["outputs"] if (text := _output(output))]

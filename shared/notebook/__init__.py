@@ -1,0 +1,121 @@
+"""What the notebooks need besides an engine: the model, the running example, times.
+
+`draw` makes pictures of traces and block tables, `puzzles` checks answers. Knows engines from
+outside only.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from shared.bench import results
+from shared.bench.attention import timed
+from shared.demo_episode import (
+    DOCUMENT,
+    Arrival,
+    Episode,
+    build_arrivals,
+    serve,
+)
+from shared.models import LoadedModel, load_model
+from shared.trace import Trace
+
+__all__ = [
+    "DOCUMENT",
+    "committed",
+    "decode_ms",
+    "example",
+    "first_step",
+    "load",
+    "machine",
+    "play",
+    "race",
+]
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "assets" / "bench"
+
+
+def load(name: str = "smollm2", device: str = "auto") -> LoadedModel:
+    """The model of a notebook, one for all its engines; float32, so that no text is by chance.
+
+    Without the progress bar of `transformers`.
+    """
+    logging.disable_progress_bar()
+    return load_model(name, device=device, dtype="float32")
+
+
+def machine(model: Any) -> str:
+    """On what the numbers of this run were measured."""
+    facts = results.machine_facts()
+    cpu = f"{facts['cpu']}, {facts['cores']} cores"
+    place = facts["gpu"] if model.device.type == "cuda" else cpu
+    return f"{place}; torch {torch.__version__}, {str(model.dtype).removeprefix('torch.')}"
+
+
+def example(tokenizer: Any, document_tokens: int = 1300, max_tokens: int = 64) -> list[Arrival]:
+    """The course's running example: chats A to D, then the document, as the demo builds them."""
+    return build_arrivals(tokenizer, document_tokens, max_tokens)
+
+
+def play(engine: Any, arrivals: list[Arrival]) -> Episode:
+    """Serve all arrivals to their ends. The engine's trace then has their steps, and only those.
+
+    Raises RuntimeError if a request failed.
+    """
+    engine.trace = Trace(record_blocks=True)
+    name = type(engine).__module__.split(".")[1].partition("_")[0]
+    title = f"stage {name}"
+    return serve(engine, arrivals, title, title, lambda arrival: None, lambda outputs: None)
+
+
+def first_step(trace: Trace, request_id: str) -> int:
+    """Where in `trace.steps` something of a request is computed for the first time.
+
+    Raises ValueError if it never is.
+    """
+    for i, record in enumerate(trace.steps):
+        if any(name == request_id for name, _, _ in record.slices):
+            return i
+    raise ValueError(f"no step computes {request_id!r}; the trace has {len(trace.steps)} steps")
+
+
+def decode_ms(trace: Trace, request_id: str, least: int = 4) -> tuple[float, float]:
+    """Median milliseconds of the steps that only decode, without and with a request.
+
+    Steps of fewer than `least` sequences do not count. Raises ValueError if there is no other.
+    """
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for record in trace.steps:
+        if record.num_tokens == len(record.slices) >= least:
+            times[any(name == request_id for name, _, _ in record.slices)].append(record.duration)
+    for is_in, each in times.items():
+        if not each:
+            how = "with" if is_in else "without"
+            raise ValueError(f"no step in which {least} sequences decode {how} {request_id!r}")
+    return 1000 * statistics.median(times[False]), 1000 * statistics.median(times[True])
+
+
+def race(
+    calls: Mapping[str, Callable[[int], Any]], device: torch.device, rounds: int = 9
+) -> dict[str, float]:
+    """Median milliseconds of each call, which are made in turn. A call gets the round's number."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(-1, rounds):  # the first round only warms up
+        for name, call in calls.items():
+            taken = timed(functools.partial(call, max(i, 0)), device)
+            if i >= 0:
+                times[name].append(1000 * taken)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def committed(name: str) -> dict[str, Any] | None:
+    """The result file of a benchmark that is part of the repository; None if there is none yet."""
+    path = RESULTS / f"{name}.json"
+    return results.load(path) if path.is_file() else None
