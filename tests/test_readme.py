@@ -28,7 +28,7 @@ def test_a_changed_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SOME_RESULTS = {
     "columns": dict.fromkeys(
-        "gap_max gap_usual gap_p99 stall_ratio long_ttft output_tok_s ttft_p50 itl_p50".split(),
+        "gap_max gap_usual gap_p99 stall_ratio long_ttft output_tok_s ttft_p50 itl_p50 itl_max".split(),
         {"title": "t", "unit": "ms"},
     ),
     "rows": [
@@ -37,7 +37,7 @@ SOME_RESULTS = {
         for name in ("stall", "ladder", "throughput")
     ],
     "machine": {"cpu": "c", "cores": 2},
-    "model": "m",
+    "model": {"name": "m", "dtype": "d"},
     "date": "2026-01-01",
     "command": "x",
 }  # fmt: skip

@@ -30,7 +30,8 @@ def table(name: str, title: str, columns: list[str]) -> str:
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     machine, date = results["machine"], str(results["date"])[:10]
     place = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-    lines += ["", f"<sub>{place}; {results['model']}; {date}; `{results['command']}`</sub>"]
+    model = f"{results['model']['name']} in {results['model']['dtype']}"
+    lines += ["", f"<sub>{place}; {model}; {date}; `{results['command']}`</sub>"]
     return "\n".join(lines) + "\n"
 
 
