@@ -138,7 +138,18 @@ GOODPUT = result(
         for stage in (3, 4)
     ],
 )
-RESULTS = {"ladder": LADDER, "stall": STALL, "sweeps": SWEEPS, "goodput": GOODPUT}
+SIMULATE = result(
+    "simulate",
+    settings={
+        **{"gpu": "H100 SXM", "shape": "llama-3.1-8b"},
+        "(e) limits": {"ttft_ms": 1234.5, "itl_ms": 200.0},
+    },
+    rows=[row | {"table": "(e) goodput"} for row in GOODPUT["rows"]],
+)
+RESULTS = {
+    **{"ladder": LADDER, "stall": STALL, "sweeps": SWEEPS},
+    **{"goodput": GOODPUT, "simulate": SIMULATE},
+}
 NAMES = [picture.name for picture in plots.PICTURES]
 Write = Callable[..., Path]
 
@@ -182,7 +193,10 @@ def test_every_picture_in_both_variants(write: Write, capsys: pytest.CaptureFixt
             size = [round(inches * picture.DPI) for inches in (picture.WIDTH, one.height)]
             assert image.size == pytest.approx(size, abs=1)
             corners.append(f"#{bytes(image.convert('RGB').getpixel((0, 0))).hex()}")
-            for part in ("A Good CPU", "8 cores", "smollm2", "2030-01-02", "abc1234567", "--seed"):
+            place = ["A Good CPU", "8 cores", "smollm2"]
+            if one.benchmark == "simulate":
+                place = ["simulated: llama-3.1-8b on H100 SXM"]
+            for part in (*place, "2030-01-02", "abc1234567", "--seed"):
                 assert part in image.text["Description"].replace("\N{NO-BREAK SPACE}", " ")
         assert corners == [theme.background for theme in picture.THEMES]
 
@@ -196,6 +210,7 @@ LABELS = {
     "chunk-sizes": {"chunk size (tokens)", "longest gap, TTFT (ms)"},
     "goodput": {"arrivals (requests/s)", "in time (%)", "goodput: in time (requests/s)"},
 }
+LABELS["goodput-simulated"] = LABELS["goodput"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -284,8 +299,9 @@ def test_chunk_sizes_are_in_order() -> None:
     assert list(gap.get_ydata()) == [128, 512, 2048]
 
 
-def test_goodput_says_its_limits() -> None:
-    figure = painted("goodput")
+@pytest.mark.parametrize("name", ["goodput", "goodput-simulated"])
+def test_goodput_says_its_limits(name: str) -> None:
+    figure = painted(name)
     assert "TTFT ≤ 1,234 ms, every gap ≤ 200 ms" in texts(figure)
     for axes, low, high in zip(figure.axes, (95, 0.5), (80, 2.0), strict=True):
         assert [list(line.get_xdata()) for line in axes.lines[:2]] == [[0.5, 2.0]] * 2
@@ -322,7 +338,17 @@ def test_an_empty_folder_is_no_success(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("skipped: ") == len(NAMES)
 
 
-NOT_THERE = {name: run for name, run in STALL["series"].items() if name != "stage 03"}
+def test_a_run_without_one_stage_is_no_error(write: Write, capsys: pytest.CaptureFixture) -> None:
+    series = {name: run for name, run in STALL["series"].items() if name != "stage 03"}
+    folder = write(stall=STALL | {"series": series}, simulate=SIMULATE | {"rows": []})
+    assert draw(folder) == 0
+    out = capsys.readouterr().out
+    how = "make it with python -m shared.bench"
+    assert f"skipped: gaps: {folder}/stall.json has no raw data of stage 03; {how} stall" in out
+    assert f"{folder}/simulate.json has no table '(e) goodput'; {how} simulate" in out
+    assert sorted(path.name for path in folder.glob("*-dark.png")) == [
+        *("itl-cdf-dark.png", "pool-dark.png")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +357,6 @@ NOT_THERE = {name: run for name, run in STALL["series"].items() if name != "stag
         ("{", "cannot read"),
         ([1], "is not a mini-vllm-bench file"),
         (STALL | {"version": 9}, "has version 9, expected 1"),
-        (STALL | {"series": NOT_THERE}, "cannot draw gaps: it has no raw data of stage 03"),
         (STALL | {"series": {"stage 03": {}, "stage 04": {}}}, "cannot draw gaps: no 'requests'"),
     ],
 )

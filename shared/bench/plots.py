@@ -1,12 +1,13 @@
 """Pictures of the results in a folder, each light and dark.
 
-Reads the JSON files that the benchmarks wrote, and nothing else. A picture whose file is not there
-is left out, with the command that makes it.
+Reads the JSON files that the benchmarks wrote, and nothing else. A picture whose numbers are not
+there is left out, with the command that makes them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,14 +48,17 @@ def main(args: argparse.Namespace, console: Console) -> int:
     drawn, broken = 0, set()
     for picture in PICTURES:
         path = folder / f"{picture.benchmark}.json"
+        how = f"make it with python -m shared.bench {picture.benchmark}"
         if not path.exists():
-            how = f"make it with python -m shared.bench {picture.benchmark}"
             say(console, f"skipped: {picture.name}: no {path}; {how}")
             continue
         if path in broken:
             continue
         try:
             paths = paint_all(picture, load(path), folder)
+        except Lacking as error:
+            say(console, f"skipped: {picture.name}: {path} has no {error}; {how}")
+            continue
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             broken.add(path)
@@ -69,6 +73,10 @@ def say(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+class Lacking(Exception):
+    """The results are of a run without what a picture shows; says what that is."""
+
+
 @dataclass(frozen=True)
 class Picture:
     """A picture of one result file.
@@ -77,7 +85,7 @@ class Picture:
         name: of its files, before "-light.png".
         benchmark: whose results it shows.
         height: in inches.
-        paint: puts it into a figure. Raises ValueError if the results lack what it shows.
+        paint: puts it into a figure. Raises `Lacking`.
     """
 
     name: str
@@ -90,7 +98,8 @@ def paint_all(picture: Picture, content: Content, folder: Path) -> list[Path]:
     """Write both variants; returns their paths.
 
     Raises:
-        ValueError: the results lack something, with the name of the picture and of what.
+        Lacking: the run was without what the picture shows.
+        ValueError: the file is not as `results` writes it.
     """
     paths = []
     for theme in THEMES:
@@ -114,11 +123,14 @@ def paint_all(picture: Picture, content: Content, folder: Path) -> list[Path]:
 
 def caption(content: Content) -> str:
     """On what, with what, when: the line below each picture."""
-    machine, model = content["machine"], content["model"]
+    machine, model, settings = content["machine"], content["model"], content["settings"]
     place = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    what = f"{model['name']}, {model['dtype']}" if model else ""
+    if content["benchmark"] == "simulate":
+        place, what = f"simulated: {settings['shape']} on {settings['gpu']}", ""
     parts = [
         place,
-        f"{model['name']}, {model['dtype']}" if model else "",
+        what,
         f"torch {content['versions']['torch']}",
         content["date"][:10],
         f"commit {content['commit']}" if content["commit"] else "no commit",
@@ -134,11 +146,17 @@ def caption(content: Content) -> str:
 LADDER = ("output_tok_s", "ttft_p50", "itl_p50", "stall")
 
 
+def rows_of(content: Content, table: str) -> list[Any]:
+    """The rows of one table. Raises `Lacking`."""
+    rows = [row for row in content["rows"] if row["table"] == table]
+    if not rows:
+        raise Lacking(f"table {table!r}")
+    return rows
+
+
 def paint_ladder(figure: Figure, theme: Theme, content: Content) -> None:
     """A dot for each way to serve, one panel for each measure; a line from worst to best round."""
-    rows = [row for row in content["rows"] if row["table"] == "ladder"]
-    if not rows:
-        raise ValueError("it has no table 'ladder'")
+    rows = rows_of(content, "ladder")
     names = [row["name"] for row in rows]
     all_axes = figure.subplots(1, len(LADDER), sharey=True)
     for axes, key in zip(all_axes, LADDER, strict=True):
@@ -165,6 +183,7 @@ def paint_ladder(figure: Figure, theme: Theme, content: Content) -> None:
         better = {"higher": "more is better", "lower": "less is better"}[column["better"]]
         axes.set_xlabel(f"{column['unit']}, log\n{better}", fontsize=8)
         axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=7)
     all_axes[0].set_yticks(range(len(names)), names)
     all_axes[0].set_ylim(len(names) - 0.4, -0.6)
 
@@ -173,14 +192,18 @@ def paint_ladder(figure: Figure, theme: Theme, content: Content) -> None:
 
 
 def stall_runs(content: Content) -> dict[str, tuple[str, Any]]:
-    """Title and raw data of stages 03 and 04. Raises ValueError if one of them is not there."""
-    found = {}
-    for name, title in STALL_ROWS.items():
-        if name not in content["series"]:
-            raise ValueError(f"it has no raw data of {name}")
-        chunk = content["settings"]["chunk_size"]
-        found[name] = title.format(chunk), content["series"][name]
-    return found
+    """Title and raw data of stages 03 and 04. Raises `Lacking`."""
+    chunk = content["settings"]["chunk_size"]
+    return {
+        name: (title.format(chunk), raw_data(content, name)) for name, title in STALL_ROWS.items()
+    }
+
+
+def raw_data(content: Content, name: str) -> Any:
+    """What `stall` took down of one run. Raises `Lacking`."""
+    if name not in content["series"]:
+        raise Lacking(f"raw data of {name}")
+    return content["series"][name]
 
 
 def label_of(request: str) -> str:
@@ -276,7 +299,7 @@ def paint_cdf(figure: Figure, theme: Theme, content: Content) -> None:
             ha="right",
         )
     if not most:
-        raise ValueError("it has no raw data of stage 03 or 04")
+        raise Lacking("raw data of stage 03 or 04")
     log_axis(axes.xaxis)
     axes.set_yscale("log")
     ticks = [share for share in (0.5, 0.1, 0.01, 0.001, 1e-4) if share > 0.4 / most]
@@ -291,10 +314,10 @@ def paint_cdf(figure: Figure, theme: Theme, content: Content) -> None:
 
 def paint_pool(figure: Figure, theme: Theme, content: Content) -> None:
     """Blocks that each request holds over time, with both ways to allocate a long prompt's."""
-    series = content["series"]
+    at_once = "All of a prompt's blocks at once (reserve_full_prompt)"
     runs = {
-        "Blocks chunk by chunk": series["stage 04"],
-        "All of a prompt's blocks at once (reserve_full_prompt)": series["stage 04, reserved"],
+        "Blocks chunk by chunk": raw_data(content, "stage 04"),
+        at_once: raw_data(content, "stage 04, reserved"),
     }
     ends: list[float] = []
     all_axes = figure.subplots(len(runs), 1, sharex=True, sharey=True)
@@ -330,10 +353,7 @@ def paint_pool(figure: Figure, theme: Theme, content: Content) -> None:
 
 def paint_chunks(figure: Figure, theme: Theme, content: Content) -> None:
     """What a chunk size costs the streams and what it costs the long prompt itself."""
-    rows = [row for row in content["rows"] if row["table"] == "chunk size"]
-    if not rows:
-        raise ValueError("it has no table 'chunk size'")
-    rows.sort(key=lambda row: row["params"]["chunk"])
+    rows = sorted(rows_of(content, "chunk size"), key=lambda row: row["params"]["chunk"])
     axes = figure.subplots()
     x = [row["params"]["chunk"] for row in rows]
     lines = {
@@ -355,11 +375,11 @@ def paint_chunks(figure: Figure, theme: Theme, content: Content) -> None:
     legend(figure, axes)
 
 
-def paint_goodput(figure: Figure, theme: Theme, content: Content) -> None:
+def paint_goodput(
+    figure: Figure, theme: Theme, content: Content, table: str = "goodput", limits: str = "limits"
+) -> None:
     """Share of the requests that are in time, and how many those are a second, by arrival rate."""
-    rows = [row for row in content["rows"] if row["table"] == "goodput"]
-    if not rows:
-        raise ValueError("it has no table 'goodput'")
+    rows = rows_of(content, table)
     left, right = figure.subplots(1, 2)
     for name, (kind, style, marker) in LINES.items():
         mine = sorted(
@@ -382,11 +402,8 @@ def paint_goodput(figure: Figure, theme: Theme, content: Content) -> None:
     for axes in (left, right):
         axes.set_xlim(0)
         axes.set_xlabel("arrivals (requests/s)")
-    limits = content["settings"]["limits"]
-    left.set_title(
-        f"In time: TTFT ≤ {plain(limits['ttft_ms'])} ms, every gap ≤ {plain(limits['itl_ms'])} ms",
-        fontsize=9,
-    )
+    ttft, itl = (plain(content["settings"][limits][key]) for key in ("ttft_ms", "itl_ms"))
+    left.set_title(f"In time: TTFT ≤ {ttft} ms, every gap ≤ {itl} ms", fontsize=9)
     legend(figure, left)
 
 
@@ -398,4 +415,8 @@ PICTURES: Sequence[Picture] = (
     Picture("pool", "stall", 3.9, paint_pool),
     Picture("chunk-sizes", "sweeps", 3.1, paint_chunks),
     Picture("goodput", "goodput", 3.0, paint_goodput),
+    Picture(
+        *("goodput-simulated", "simulate", 3.0),
+        functools.partial(paint_goodput, table="(e) goodput", limits="(e) limits"),
+    ),
 )
