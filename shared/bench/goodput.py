@@ -2,9 +2,10 @@
 
 A request is answered in time if its TTFT and every one of its gaps stay within limits. The highest
 rate is the last one, from the lowest on, at which 99 % of the requests are; with fewer than 100
-requests that is all of them. The same requests come at every rate, only closer together.
+requests that is all of them. Requests arrive for as long at every rate, so that the higher ones are
+no mere bursts: the same requests as at the rate below, closer together, and then more.
 
-Limits that are not given are multiples of what the longest prompt gets alone in the first stage: 4
+Limits that are not given are multiples of what the longest prompt gets alone in the first stage: 3
 times its TTFT, which leaves room for a queue, and 10 times its plain decode step.
 """
 
@@ -42,14 +43,15 @@ BEST = {
     ),
     "best_goodput": Measure("best goodput", "req/s", "highest goodput at any rate", "higher"),
 }
-LIMITS = {"ttft": 4.0, "itl": 10.0}  # times the unloaded TTFT and decode step
+LIMITS = {"ttft": 3.0, "itl": 10.0}  # times the unloaded TTFT and decode step
 # Median, sigma of the logarithm, and most tokens of a prompt and an answer.
 TRAFFIC: dict[str, dict[str, Any]] = {
     "mixed": {"prompt_tokens": (128, 1.0, 1024), "output_tokens": (32, 0.7, 96)},
     "long_prompt": {"prompt_tokens": (256, 1.2, 2048), "output_tokens": (32, 0.7, 96)},
 }
-FULL: dict[str, Any] = {"rates": [0.5, 1.0, 2.0, 4.0, 6.0, 8.0], "requests": 16}
-QUICK: dict[str, Any] = {"rates": [1.0, 2.0, 4.0], "requests": 8}
+FULL: dict[str, Any] = {"rates": [0.5, 1.0, 2.0, 3.0, 4.0, 5.0], "seconds": 12}
+QUICK: dict[str, Any] = {"rates": [1.0, 2.0, 4.0], "seconds": 5}
+FEWEST = 8  # requests, at however low a rate
 
 
 def add_options(parser: Parser) -> None:
@@ -58,8 +60,10 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--rates", type=number(0.001, 10_000), nargs="+", help="arrivals per second, lowest first"
     )
-    parser.add_argument("--requests", type=whole(2, 10_000), help="at every rate")
-    parser.add_argument("--ttft-ms", type=number(0.01, 1e6), help="limit, default 4 x unloaded")
+    parser.add_argument(
+        "--seconds", type=number(0.1, 36_000), help="of arrivals at each rate, default 12"
+    )
+    parser.add_argument("--ttft-ms", type=number(0.01, 1e6), help="limit, default 3 x unloaded")
     parser.add_argument("--itl-ms", type=number(0.01, 1e6), help="limit, default 10 x unloaded")
     parser.add_argument(
         "--chunk-size", type=whole(16, 8192), default=64, help="of stage 04, default 64"
@@ -72,22 +76,22 @@ def run(session: Session) -> None:
     rates = check_rates(args.rates or size["rates"])
     report.settings |= {"workload": args.workload, "chunk_size": args.chunk_size}
 
-    # 1. The same requests at each rate, and an engine for each stage.
+    # 1. Requests for each rate, and an engine for each stage.
     traffic = {}
     for rate in rates:
+        num_requests = max(FEWEST, round(rate * (args.seconds or size["seconds"])))
         traffic[rate] = workloads.mixed(
-            *(session.text(), args.seed, args.requests or size["requests"], rate),
-            **TRAFFIC[args.workload],
+            *(session.text(), args.seed, num_requests, rate), **TRAFFIC[args.workload]
         )
         report.workloads[f"{args.workload}, {rate:g}/s"] = traffic[rate].summary()
-    options = rows.engine_options(traffic[rates[0]])
+    options = rows.engine_options(traffic[rates[-1]])
     engines = {
         rows.STAGES[stage]: session.engine(
             stage, **options, **({"max_prefill_chunk_size": args.chunk_size} if stage == 4 else {})
         )
         for stage in args.stages
     }
-    alone = unloaded(next(iter(engines.values())), traffic[rates[0]])
+    alone = unloaded(next(iter(engines.values())), traffic[rates[-1]])
     limits = {
         "ttft": args.ttft_ms / metrics.MS if args.ttft_ms else LIMITS["ttft"] * alone["ttft"],
         "itl": args.itl_ms / metrics.MS if args.itl_ms else LIMITS["itl"] * alone["itl"],
