@@ -25,6 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the random tests ten times as long")
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Below the message of a failing test of a stage: the section of the course to read."""
+    from tests.sections import section
+
+    report = (yield).get_result()
+    name = getattr(item, "originalname", item.name)
+    found = section(item.path.stem, name) if report.failed else None
+    if found and hasattr(report.longrepr, "addsection"):
+        chapter, heading = found
+        report.longrepr.addsection("to read", f'docs/chapters/{chapter}.md, "{heading}"')
+
+
 @pytest.fixture(scope="module")
 def stage(request: pytest.FixtureRequest) -> ModuleType:
     """The package under test: the folder of the test file, or the one given with --engine."""

@@ -10,11 +10,20 @@ import pytest
 import torch
 
 from shared import SamplingParams
+from tests.contract.helpers import (
+    check_idle,
+    check_reference,
+    check_tokens,
+    describe,
+    drain,
+    expect,
+    failing,
+    greedy,
+    last_steps,
+    poison_cache,
+)
+from tests.oracle import OracleModel
 from tests.reference import reference_tokens
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def prompt_of(length: int, first: int = 10) -> list[int]:
@@ -27,20 +36,74 @@ def slices_of(engine: Any, request_id: str) -> list[tuple[int, int]]:
     return [s[1:] for step in steps for s in step.slices if s[0] == request_id]
 
 
-def chunks_of(engine: Any, request_id: str, prompt_len: int) -> list[tuple[int, int]]:
-    return [s for s in slices_of(engine, request_id) if s[0] < prompt_len]
+def check_chunks(engine: Any, output: Any, chunk: int) -> None:
+    """Assert that a prompt of which nothing was cached was computed in chunks of `chunk`."""
+    length = len(output.prompt_token_ids)
+    found = [s for s in slices_of(engine, output.request_id) if s[0] < length]
+    expect(
+        found,
+        [(start, min(chunk, length - start)) for start in range(0, length, chunk)],
+        f"the chunks (start_pos, num_tokens) of request {output.request_id!r}, {length} prompt "
+        f"tokens, max_prefill_chunk_size {chunk}.",
+        engine,
+    )
 
 
 def run(engine: Any) -> dict[str, Any]:
     """Step until idle; the last output of each request."""
-    last = {}
+    return {request_id: outputs[-1] for request_id, outputs in drain(engine).items()}
+
+
+# ---------------------------------------------------------------- where a chunk's tokens go
+
+
+def test_C3_positions_come_from_the_whole_sequence(make_engine: Any, tiny: Any) -> None:
+    """Prompt 10, chunk 4: the model is given the positions 0..3, then 4..7, then 8 and 9."""
+    engine = make_engine(max_prefill_chunk_size=4)
+    positions = []
+
+    def look(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        positions.append(kwargs["position_ids"][0].tolist())
+
+    handle = tiny.model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        engine.add_request(prompt_of(10), greedy(1), request_id="a")
+        run(engine)
+    finally:
+        handle.remove()
+    for step, came in zip(engine.trace.steps, positions, strict=True):
+        [(_, start_pos, num_tokens)] = step.slices
+        expect(
+            came,
+            list(range(start_pos, start_pos + num_tokens)),
+            f"{describe(step)}: the positions of this chunk. They are the tokens' indices in the "
+            "whole sequence; they do not restart at 0 with each chunk.",
+        )
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 5])
+def test_C3_slots_come_from_the_whole_sequence(stage: ModuleType, chunk: int) -> None:
+    """The memory oracle looks at every read of a chunked prompt, in blocks of 4."""
+    oracle = OracleModel()
+    engine = stage.LLMEngine(
+        model=(oracle, None),
+        block_size=4,
+        num_blocks=16,
+        max_prefill_chunk_size=chunk,
+        max_num_batched_tokens=24,
+    )
+    poison_cache(engine)
+    oracle.reset()
+    engine.add_request(prompt_of(13), greedy(4), request_id="a")
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            last[output.request_id] = output
-    return last
-
-
-# ---------------------------------------------------------------- the same tokens
+        engine.step()
+        assert not oracle.faults, (
+            f"{last_steps(engine, 1)}: expected that each token reads all tokens before it and "
+            f"itself, each where it was written; but {'; '.join(oracle.faults[:3])}.\n"
+            "Are the slots of a chunk taken from the index in the whole sequence? Token t lies at "
+            "block_table[t // block_size] * block_size + t % block_size. Counted from the chunk's "
+            "beginning, chunk 1 overwrites chunk 0. And does the context end with the chunk?"
+        )
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
@@ -49,70 +112,88 @@ def test_C2_every_length_around_every_chunk_size(make_engine: Any, tiny: Any, ch
     lengths = {1, chunk - 1, chunk, chunk + 1, 2 * chunk - 1, 2 * chunk, 2 * chunk + 1} - {0}
     prompts = [prompt_of(n, first=n) for n in sorted(lengths)]
     engine = make_engine(max_prefill_chunk_size=chunk)
-    engine.model_runner.kv_cache.pool.fill_(float("nan"))
+    poison_cache(engine)
     outputs = engine.generate(prompts, greedy(5), use_tqdm=False)
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert output.token_ids == reference_tokens(tiny.model, prompt, 5), (
-            f"prompt of {len(prompt)}"
-        )
-    most = max(len(chunks_of(engine, o.request_id, len(o.prompt_token_ids))) for o in outputs)
-    assert most == -(-(2 * chunk + 1) // chunk) == 3 or chunk == 1
+    for output in outputs:
+        check_reference(output, tiny, 5, engine)
+        check_chunks(engine, output, chunk)
 
 
 def test_C1_chunks_see_no_further_than_their_own_end(make_engine: Any, tiny: Any) -> None:
     """Prompt 10, chunk 4: contexts 4, 8, 10, over a pool that is NaN wherever nobody wrote."""
     engine = make_engine(max_prefill_chunk_size=4)
-    engine.model_runner.kv_cache.pool.fill_(float("nan"))
-    prompt = prompt_of(10)
-    output = engine.generate([prompt], greedy(6), use_tqdm=False)[0]
-    assert chunks_of(engine, output.request_id, 10) == [(0, 4), (4, 4), (8, 2)]
-    assert output.token_ids == reference_tokens(tiny.model, prompt, 6)
+    poison_cache(engine)
+    output = engine.generate([prompt_of(10)], greedy(6), use_tqdm=False)[0]
+    check_chunks(engine, output, 4)
+    check_reference(output, tiny, 6, engine)
 
 
 def test_C3_a_chunk_that_ends_inside_a_block(tiny: Any, stage: ModuleType) -> None:
     """Blocks of 16, chunks of 1,000: the second chunk goes on in block 62 at offset 8."""
-    model, tokenizer = tiny
-    context = model.config.max_position_embeddings
+    context = tiny.model.config.max_position_embeddings
     length = min(2100, context - 8)
     chunk = 1000 if length > 2000 else length // 2 - length // 2 % 16 + 8
-    assert chunk % 16 == 8
+    assert chunk % 16 == 8, "the test's own numbers are wrong"
     engine = stage.LLMEngine(
         model=tiny, block_size=16, num_blocks=160, max_prefill_chunk_size=chunk
     )
-    prompt = prompt_of(length)
-    output = engine.generate([prompt], greedy(4), use_tqdm=False)[0]
-    chunks = chunks_of(engine, output.request_id, length)
-    assert len(chunks) == -(-length // chunk) >= 2 and chunks[1][0] % 16 == 8
-    assert output.token_ids == reference_tokens(tiny.model, prompt, 4)
+    output = engine.generate([prompt_of(length)], greedy(4), use_tqdm=False)[0]
+    check_chunks(engine, output, chunk)
+    check_reference(output, tiny, 4, engine)
+
+
+# ---------------------------------------------------------------- the same tokens
 
 
 def test_C4_sampling_is_not_touched_by_chunks(make_engine: Any) -> None:
     """Seed 1, temperature 1, prompt 12: the same text for chunks of 4, 5 and 12."""
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
-    outputs, num_chunks = [], []
-    for chunk in (4, 5, 12):
+    tokens = {}
+    for chunk in (12, 4, 5):
         engine = make_engine(max_prefill_chunk_size=chunk)
-        outputs.append(engine.generate([prompt_of(12)], params, use_tqdm=False)[0])
-        num_chunks.append(len(chunks_of(engine, outputs[-1].request_id, 12)))
-    assert num_chunks == [3, 3, 1]
-    assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
+        output = engine.generate([prompt_of(12)], params, use_tqdm=False)[0]
+        check_chunks(engine, output, chunk)
+        tokens[chunk] = output.token_ids
+        expect(
+            tokens[chunk],
+            tokens[12],
+            f"the tokens of request {output.request_id!r} with chunks of {chunk}, as with its "
+            "prompt in one piece: its random generator moves once for each sampled token, and only "
+            "the last chunk samples.",
+            engine,
+        )
 
 
 def test_C4_intermediate_chunks_put_nothing_out(make_engine: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4)
-    request_id = engine.add_request(prompt_of(12), greedy(2))
-    assert [len(engine.step()) for _ in range(4)] == [0, 0, 1, 1]
-    assert [step.sampled for step in engine.trace.steps] == [[], [], [request_id], [request_id]]
+    engine.add_request(prompt_of(12), greedy(2), request_id="a")
+    for index, (span, wanted) in enumerate([("0..4", 0), ("4..8", 0), ("8..12", 1)]):
+        expect(
+            [output.request_id for output in engine.step()],
+            ["a"] * wanted,
+            f"whose outputs step {index} returned; it computes tokens {span} of the 12 of request "
+            "'a'. Only the chunk that reaches the prompt's end samples a token; one in the middle "
+            "samples nothing and puts nothing out.",
+            engine,
+        )
+        expect(
+            engine.trace.steps[-1].sampled,
+            ["a"] * wanted,
+            f"who was sampled in step {index}, with tokens {span} of 12.",
+            engine,
+        )
+    run(engine)
 
 
 def test_C9_five_chunks_of_three_requests_at_once(make_engine: Any, tiny: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=3, max_num_batched_tokens=10)
     prompts = [prompt_of(14, 1), prompt_of(15, 2), prompt_of(13, 3)]
     outputs = engine.generate(prompts, greedy(8), use_tqdm=False)
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert len(chunks_of(engine, output.request_id, len(prompt))) >= 5
-        assert output.token_ids == reference_tokens(tiny.model, prompt, 8)
-    assert any(len(step.slices) == 3 for step in engine.trace.steps)
+    for output in outputs:
+        check_chunks(engine, output, 3)
+        check_reference(output, tiny, 8, engine)
+    most = max(len(step.slices) for step in engine.trace.steps)
+    expect(most, 3, "most slices in one step; chunks of three prompts fit into 10 tokens.", engine)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +210,15 @@ def test_mixed_company_hits_and_preemption(make_engine: Any, tiny: Any, options:
         **{"max_prefill_chunk_size": 5, **options},
     )
     outputs = engine.generate(prompts, greedy(14), use_tqdm=False)
+    for output in outputs:
+        check_reference(output, tiny, 14, engine)
     stats = engine.stats()
-    assert stats["preemptions"] > 0 and stats["hit_tokens"] > 0
-    assert any(len({n > 1 for _, _, n in step.slices}) == 2 for step in engine.trace.steps)
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert output.token_ids == reference_tokens(tiny.model, prompt, 14)
+    assert stats["preemptions"] > 0, f"14 blocks hold four of these? {last_steps(engine)}"
+    assert stats["hit_tokens"] > 0, f"five prompts share 9 tokens, and none was found: {stats}"
+    assert any(len({n > 1 for _, _, n in step.slices}) == 2 for step in engine.trace.steps), (
+        "expected a step with a decode and a chunk; prompts and decodes were never computed "
+        f"together:\n{last_steps(engine, 10)}"
+    )
 
 
 # ---------------------------------------------------------------- slices, budgets, order
@@ -142,7 +227,13 @@ def test_mixed_company_hits_and_preemption(make_engine: Any, tiny: Any, options:
 def test_C5_three_chunks_of_four(make_engine: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4)
     output = engine.generate([prompt_of(12)], greedy(1), use_tqdm=False)[0]
-    assert slices_of(engine, output.request_id) == [(0, 4), (4, 4), (8, 4)]
+    expect(
+        slices_of(engine, output.request_id),
+        [(0, 4), (4, 4), (8, 4)],
+        f"the slices (start_pos, num_tokens) of request {output.request_id!r}, 12 prompt tokens "
+        "in chunks of 4.",
+        engine,
+    )
 
 
 def test_C5_chunks_cover_what_the_cache_does_not(stage: ModuleType) -> None:
@@ -151,19 +242,17 @@ def test_C5_chunks_cover_what_the_cache_does_not(stage: ModuleType) -> None:
     base = list(range(8000))
     first = new_sequence(stage, "first", base)
     scheduler.add(first)
-    while first.status.value != "running":
-        batch = scheduler.schedule()
-        scheduler.commit(batch, [1] * len(batch.sampling))
+    advance(scheduler, until_running=first)
     scheduler.finish(first, "length")
     long = new_sequence(stage, "long", [*base, *range(8000, 12000)])
     scheduler.add(long)
-    slices = []
-    while long.status.value != "running":
-        batch = scheduler.schedule()
-        slices += [(s.start_pos, s.num_tokens) for s in batch.slices]
-        scheduler.commit(batch, [1] * len(batch.sampling))
-    assert slices == [(8000, 1000), (9000, 1000), (10000, 1000), (11000, 1000)]
-    assert long.num_hit_tokens == 8000
+    expect(
+        [slices["long"] for slices in advance(scheduler, until_running=long)],
+        [(8000, 1000), (9000, 1000), (10000, 1000), (11000, 1000)],
+        "the slices of 'long', whose first 8,000 tokens are in the prefix cache: the lookup comes "
+        "first, what it did not find is cut.",
+    )
+    expect(long.num_hit_tokens, 8000, "num_hit_tokens of 'long'.")
 
 
 def test_B12_a_cached_prefix_leaves_the_budget_alone(make_engine: Any) -> None:
@@ -172,89 +261,122 @@ def test_B12_a_cached_prefix_leaves_the_budget_alone(make_engine: Any) -> None:
     base = prompt_of(8)
     engine.generate([[*base, 1]], greedy(1), use_tqdm=False)
     output = engine.generate([[*base, 7, 7, 7, 7]], greedy(1), use_tqdm=False)[0]
-    assert slices_of(engine, output.request_id) == [(8, 4)]
+    expect(
+        slices_of(engine, output.request_id),
+        [(8, 4)],
+        f"the slices of request {output.request_id!r}: 8 of its 12 tokens are cached, so 4 are "
+        "left, for which the budget of 4 has room. Cached tokens cost nothing.",
+        engine,
+    )
 
 
 def test_B3_a_chunk_publishes_full_blocks_only(make_engine: Any) -> None:
     """Chunk 3, blocks of 4: after one chunk block 0 is 3/4 full and must not be found."""
     engine = make_engine(max_prefill_chunk_size=3, max_num_batched_tokens=3)
-    prompt = prompt_of(9)
-    engine.add_request(prompt, greedy(1))
-    engine.step()
-    assert engine.stats()["cached_blocks"] == 0
-    engine.step()
-    assert engine.stats()["cached_blocks"] == 1
+    engine.add_request(prompt_of(9), greedy(1))
+    for tokens, wanted in [(3, 0), (6, 1), (9, 2)]:
+        engine.step()
+        expect(
+            engine.stats()["cached_blocks"],
+            wanted,
+            f"findable blocks after {tokens} tokens in blocks of 4: full ones, after each chunk.",
+            engine,
+        )
 
 
 def test_C6_a_lone_half_done_prompt_is_unfinished_work(make_engine: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4)
     request_id = engine.add_request(prompt_of(12), greedy(1))
     engine.step()
-    assert engine.progress(request_id)["state"] == "prefilling"
-    assert engine.has_unfinished_requests()
+    what = f"request {request_id!r} after its first chunk, 4 of 12 tokens"
+    expect(engine.progress(request_id)["state"], "prefilling", f"the state of {what}.", engine)
+    expect(
+        engine.has_unfinished_requests(), True, f"has_unfinished_requests() with {what}.", engine
+    )
 
 
 def test_progress_tells_the_inside_from_the_outside(make_engine: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4)
     request_id = engine.add_request(prompt_of(10), greedy(3))
-    seen = [engine.progress(request_id)]
-    for _ in range(3):
-        engine.step()
-        seen.append(engine.progress(request_id))
     fields = ("state", "prefilled_tokens", "prompt_tokens", "generated_tokens", "blocks_held")
-    assert [tuple(p[name] for name in fields) for p in seen] == [
-        ("waiting", 0, 10, 0, 0),
-        ("prefilling", 4, 10, 0, 1),
-        ("prefilling", 8, 10, 0, 2),
-        ("running", 10, 10, 1, 3),
-    ]
-    assert 0 < seen[1]["seconds"] < seen[3]["seconds"]
-    assert engine.stats()["prefilling"] == 0 and engine.stats()["running"] == 1
+    for num_steps, wanted in enumerate(
+        [
+            ("waiting", 0, 10, 0, 0),
+            ("prefilling", 4, 10, 0, 1),
+            ("prefilling", 8, 10, 0, 2),
+            ("running", 10, 10, 1, 3),
+        ]
+    ):
+        if num_steps:
+            engine.step()
+        progress = engine.progress(request_id)
+        expect(
+            dict(zip(fields, (progress[name] for name in fields), strict=True)),
+            dict(zip(fields, wanted, strict=True)),
+            f"progress({request_id!r}) after {num_steps} steps, chunks of 4, blocks of 4.",
+            engine,
+        )
+    assert progress["seconds"] > 0, "no time has passed since the request arrived"
+    stats = engine.stats()
+    expect((stats["prefilling"], stats["running"]), (0, 1), "prefilling and running in stats().")
     run(engine)
-    assert engine.progress(request_id) is None
+    expect(engine.progress(request_id), None, "progress of a request that has ended.", engine)
 
 
 def test_blocks_are_allocated_chunk_by_chunk_or_all_at_once(make_engine: Any) -> None:
-    held = {}
-    for reserve in (False, True):
+    for reserve, wanted in ((False, [1, 2, 3]), (True, [4, 4, 4])):
         engine = make_engine(max_prefill_chunk_size=4, reserve_full_prompt=reserve)
         engine.add_request(prompt_of(16), greedy(1))
-        held[reserve] = []
+        held = []
         for _ in range(3):
             engine.step()
-            held[reserve].append(64 - engine.block_manager.num_free_blocks)
-    assert held == {False: [1, 2, 3], True: [4, 4, 4]}
+            held.append(64 - engine.block_manager.num_free_blocks)
+        expect(
+            held,
+            wanted,
+            f"blocks held after 1, 2, 3 chunks of 4 tokens, blocks of 4, prompt of 16, with "
+            f"reserve_full_prompt={reserve}.",
+            engine,
+        )
 
 
 def test_S4_a_short_prompt_overtakes_and_streams_go_on(make_engine: Any) -> None:
     """Ten chunks of a long prompt; a 2-token prompt behind it starts early; decodes never pause."""
     engine = make_engine(max_prefill_chunk_size=4, max_num_batched_tokens=8)
-    stream = engine.add_request(prompt_of(3), greedy(40))
+    engine.add_request(prompt_of(3), greedy(40), request_id="stream")
     engine.step()
-    long, short = (
-        engine.add_request(prompt_of(40, 2), greedy(1)),
-        engine.add_request([5, 6], greedy(1)),
-    )
+    engine.add_request(prompt_of(40, 2), greedy(1), request_id="long")
+    engine.add_request([5, 6], greedy(1), request_id="short")
     run(engine)
     steps = engine.trace.steps[1:]
     first_token = {
-        name: next(s.index for s in steps if name in s.sampled) for name in (long, short)
+        name: next(s.index for s in steps if name in s.sampled) for name in ("long", "short")
     }
-    assert first_token[short] < first_token[long]
-    during = [step for step in steps if step.index <= first_token[long]]
-    assert len(during) == 10
-    assert all(stream in step.sampled for step in during), "a stream missed a step"
+    during = [step for step in steps if step.index <= first_token["long"]]
+    for step in during:
+        assert "stream" in step.sampled, (
+            f"{describe(step)}: expected a token of 'stream' in every step of the long prompt; it "
+            f"was left out, and {step.sampled} were sampled. Decodes are scheduled first."
+        )
+    expect(len(during), 10, "steps of the long prompt: 40 tokens in chunks of 4.", engine)
+    assert first_token["short"] < first_token["long"], (
+        f"expected the first token of 'short' before that of 'long'; they came in the steps "
+        f"{first_token}. What the long prompt's chunk leaves of the budget is for others."
+    )
 
 
 def test_between_two_tokens_never_more_than_the_budget(make_engine: Any) -> None:
-    """Design invariant 8, with prompts arriving all the time."""
+    """With prompts arriving all the time."""
     engine = make_engine(max_prefill_chunk_size=6, max_num_batched_tokens=10)
     for i in range(12):
         engine.add_request(prompt_of(5 + 3 * i, i), greedy(10))
         engine.step()
     run(engine)
-    assert max(step.num_tokens for step in engine.trace.steps) <= 10
-    assert sum(step.num_tokens for step in engine.trace.steps) > 12 * 10
+    for step in engine.trace.steps:
+        assert step.num_tokens <= 10, (
+            f"{describe(step)}: {step.num_tokens} tokens, max_num_batched_tokens is 10. Decodes "
+            "and chunks share one budget."
+        )
 
 
 def test_S3_partial_prefills_fill_the_pool(make_engine: Any, tiny: Any) -> None:
@@ -262,11 +384,16 @@ def test_S3_partial_prefills_fill_the_pool(make_engine: Any, tiny: Any) -> None:
     engine = make_engine(num_blocks=6, max_prefill_chunk_size=4, max_num_batched_tokens=8)
     prompts = [prompt_of(16, 1), prompt_of(16, 2)]
     outputs = engine.generate(prompts, greedy(4), use_tqdm=False)
-    assert engine.stats()["preemptions"] > 0
-    lost = next(step for step in engine.trace.steps if step.preempted)
-    assert lost.preempted == [outputs[1].request_id], "the oldest must not be the one that pays"
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert output.token_ids == reference_tokens(tiny.model, prompt, 4)
+    lost = [step.preempted for step in engine.trace.steps if step.preempted]
+    expect(
+        lost[:1],
+        [[outputs[1].request_id]],
+        "who lost its blocks first. Both prompts are half done and the pool is full: the youngest "
+        "gives, the oldest never does.",
+        engine,
+    )
+    for output in outputs:
+        check_reference(output, tiny, 4, engine)
 
 
 def test_a_half_done_prompt_takes_blocks_from_a_younger_stream(stage: ModuleType) -> None:
@@ -279,17 +406,28 @@ def test_a_half_done_prompt_takes_blocks_from_a_younger_stream(stage: ModuleType
         new_sequence(stage, "young", [1, 2, 3]),
     )
     scheduler.add(old), scheduler.add(young)
-    advanced, preempted = [], []
-    for _ in range(4):
-        before = old.cached_token_count
+    for index, (span, victims) in enumerate(
+        [((0, 4), []), ((4, 4), []), ((8, 4), ["young"]), ((12, 1), [])]
+    ):
         batch = scheduler.schedule()
+        slices = {s.sequence.request_id: (s.start_pos, s.num_tokens) for s in batch.slices}
+        expect(
+            slices.get("old"),
+            span,
+            f"step {index}: the slice of 'old', the oldest, a prompt of 13 in chunks of 4. It "
+            f"advances in every step. All slices: {slices}",
+        )
+        expect(
+            [s.request_id for s in batch.preempted],
+            victims,
+            f"step {index}: who is preempted. The pool has 4 blocks; 'young' decodes and gives its "
+            "block to 'old' when that needs a fourth.",
+        )
+        assert not (victims and "young" in slices), (
+            f"step {index}: 'young' was preempted, and its slice is still in the batch: {slices}"
+        )
         scheduler.commit(batch, [1] * len(batch.sampling))
-        advanced.append(old.cached_token_count - before)
-        preempted.append(batch.preempted)
-    assert advanced == [4, 4, 4, 1]
-    assert young.status.value == "waiting" and young.block_table == []
-    assert preempted == [[], [], [young], []]
-    assert [s.sequence for s in batch.slices] == [old], "the slice of one that gave way is gone"
+    expect((young.status.value, young.block_table), ("waiting", []), "'young' afterwards.")
 
 
 def test_S5_the_budget_is_all_decodes(make_engine: Any, tiny: Any) -> None:
@@ -298,46 +436,47 @@ def test_S5_the_budget_is_all_decodes(make_engine: Any, tiny: Any) -> None:
         engine = make_engine(max_num_batched_tokens=budget)
         prompts = [prompt_of(3, 1), prompt_of(2, 2), prompt_of(4, 3), prompt_of(1, 4)]
         outputs = engine.generate(prompts, greedy(6), use_tqdm=False)
-        assert max(step.num_tokens for step in engine.trace.steps) == budget
-        for output, prompt in zip(outputs, prompts, strict=True):
-            assert output.token_ids == reference_tokens(tiny.model, prompt, 6)
+        most = max(step.num_tokens for step in engine.trace.steps)
+        expect(most, budget, "most tokens in one step, the budget with four requests.", engine)
+        for output in outputs:
+            check_reference(output, tiny, 6, engine)
 
 
 def test_decode_share_leaves_room_for_prompts(stage: ModuleType) -> None:
     """Share 0.5 of 8 tokens: four of seven streams decode, in turn, while a prompt is under way."""
     options = {"num_blocks": 200, "block_size": 4, "max_num_batched_tokens": 8}
     scheduler = make_scheduler(stage, max_decode_share=0.5, **options)
-    streams = [new_sequence(stage, f"s{i}", [i]) for i in range(7)]
-    for sequence in streams:
-        scheduler.add(sequence)
-    batch = scheduler.schedule()
-    scheduler.commit(batch, [1] * len(batch.sampling))
-    batch = scheduler.schedule()
-    assert len(batch.slices) == 7, "no prompt waits: the cap must not bite"
-    scheduler.commit(batch, [1] * 7)
+    streams = [f"s{i}" for i in range(7)]
+    for i, name in enumerate(streams):
+        scheduler.add(new_sequence(stage, name, [i]))
+    first, second = advance(scheduler), advance(scheduler)
+    expect(len(second[0]), 7, f"decodes while no prompt waits: the cap is off. {first}, {second}")
     scheduler.add(new_sequence(stage, "long", list(range(20))))
-    tokens, turns = [], {sequence.request_id: [] for sequence in streams}
+    turns: dict[str, list[int]] = {name: [] for name in streams}
     for step in range(5):
-        batch = scheduler.schedule()
-        tokens.append([s.num_tokens for s in batch.slices])
-        for s in batch.slices[:4]:
-            turns[s.sequence.request_id].append(step)
-        scheduler.commit(batch, [1] * len(batch.sampling))
-    assert tokens == [[1, 1, 1, 1, 4]] * 5
+        [slices] = advance(scheduler)
+        expect(
+            sorted(n for _, n in slices.values()),
+            [1, 1, 1, 1, 4],
+            f"tokens per slice in step {step} of the prompt 'long', budget 8, max_decode_share "
+            f"0.5: four decodes and a chunk of four. The slices: {slices}",
+        )
+        for name in slices:
+            if name != "long":
+                turns[name].append(step)
     gaps = [b - a for steps in turns.values() for a, b in zip(steps, steps[1:], strict=False)]
-    assert sum(map(len, turns.values())) == 20 and max(gaps) == 2, f"unfair turns: {turns}"
+    expect(max(gaps), 2, f"longest wait of a stream, in steps: they take turns. Steps: {turns}")
 
 
 def test_an_odd_share_still_decodes(stage: ModuleType) -> None:
     scheduler = make_scheduler(
         stage, num_blocks=64, block_size=4, max_num_batched_tokens=4, max_decode_share=0.01
     )
-    one, two = new_sequence(stage, "one", [1]), new_sequence(stage, "two", list(range(12)))
-    scheduler.add(one), scheduler.add(two)
-    batch = scheduler.schedule()
-    scheduler.commit(batch, [1] * len(batch.sampling))
-    batch = scheduler.schedule()
-    assert [s.sequence for s in batch.slices] == [one, two]
+    scheduler.add(new_sequence(stage, "one", [1]))
+    scheduler.add(new_sequence(stage, "two", list(range(12))))
+    advance(scheduler)
+    [slices] = advance(scheduler)
+    expect(sorted(slices), ["one", "two"], "who is computed: a share below one token is one token.")
 
 
 # ---------------------------------------------------------------- states
@@ -348,21 +487,28 @@ def test_the_state_machine(stage: ModuleType) -> None:
     scheduler = make_scheduler(stage, num_blocks=64, block_size=4, max_prefill_chunk_size=4)
     long, short = new_sequence(stage, "long", list(range(10))), new_sequence(stage, "short", [1, 2])
     scheduler.add(long), scheduler.add(short)
-    states = [(long.status.value, short.status.value, long.prefilled_token_count)]
-    for _ in range(4):
-        batch = scheduler.schedule()
-        scheduler.commit(batch, [1] * len(batch.sampling))
-        states.append((long.status.value, short.status.value, long.prefilled_token_count))
-    assert states == [
-        ("waiting", "waiting", 0),
-        ("prefilling", "running", 4),
-        ("prefilling", "running", 8),
-        ("running", "running", 10),
-        ("running", "running", 10),
-    ]
-    assert long.cached_token_count == 11 and long.generated_token_ids == [1, 1]
+    for num_steps, wanted in enumerate(
+        [
+            ("waiting", "waiting", 0),
+            ("prefilling", "running", 4),
+            ("prefilling", "running", 8),
+            ("running", "running", 10),
+            ("running", "running", 10),
+        ]
+    ):
+        if num_steps:
+            advance(scheduler)
+        expect(
+            (long.status.value, short.status.value, long.prefilled_token_count),
+            wanted,
+            f"after {num_steps} steps, chunks of 4: the state of 'long' (10 prompt tokens), the "
+            "state of 'short' (2), and prefilled_token_count of 'long'.",
+        )
+    expect(long.cached_token_count, 11, "cached_token_count of 'long' after its first decode.")
+    expect(long.generated_token_ids, [1, 1], "tokens of 'long' after its first decode.")
     scheduler.finish(long, "stop")
-    assert (long.status.value, long.finish_reason, long.block_table) == ("finished", "stop", [])
+    ended = (long.status.value, long.finish_reason, long.block_table)
+    expect(ended, ("finished", "stop", []), "state, reason and block table of 'long', finished.")
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
@@ -375,48 +521,63 @@ def test_A1_abort_in_every_state(make_engine: Any, num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
     state = engine.progress(request_id)["state"]
-    assert state == ["waiting", "prefilling", "prefilling", "running", "running"][num_steps]
-    assert engine.abort_request(request_id)
-    assert not engine.abort_request(request_id)
-    assert engine.block_manager.num_free_blocks == 64
-    assert [(o.finish_reason, o.finished) for o in engine.step()] == [("abort", True)]
-    assert not engine.has_unfinished_requests()
+    wanted = ["waiting", "prefilling", "prefilling", "running", "running"][num_steps]
+    what = (
+        f"request {request_id!r}, 13 prompt tokens of which 4 are cached, after {num_steps} steps"
+    )
+    expect(state, wanted, f"the state of {what} in chunks of 4.", engine)
+    held = engine.progress(request_id)["blocks_held"]
+    what = f"{what}, aborted while {state.upper()} with {held} blocks"
+    expect(engine.abort_request(request_id), True, f"abort_request of {what}.", engine)
+    expect(
+        engine.block_manager.num_free_blocks,
+        64,
+        f"free blocks of 64, right after the abort. {what}: its blocks come back at once, in "
+        "whatever state it is. A clean-up that looks at RUNNING sequences only forgets one that is "
+        "PREFILLING.",
+        engine,
+    )
+    expect(engine.abort_request(request_id), False, f"a second abort_request of {what}.", engine)
+    outputs = [(o.finish_reason, o.finished) for o in engine.step()]
+    expect(outputs, [("abort", True)], f"the outputs after the abort of {what}.", engine)
+    expect(engine.has_unfinished_requests(), False, "unfinished work after the abort.", engine)
 
 
 def test_C7_one_token_and_an_eos_after_chunks(make_engine: Any, tiny: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4)
-    stream = engine.add_request(prompt_of(3), greedy(12))
+    engine.add_request(prompt_of(3), greedy(12), request_id="stream")
     engine.step()
-    one = engine.add_request(prompt_of(11, 5), greedy(1))
+    engine.add_request(prompt_of(11, 5), greedy(1), request_id="one")
     first = reference_tokens(tiny.model, prompt_of(12, 6), 1)[0]
-    eos = engine.add_request(
-        prompt_of(12, 6), SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[first])
-    )
+    stops = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[first])
+    engine.add_request(prompt_of(12, 6), stops, request_id="eos")
     last = run(engine)
-    assert last[one].finish_reason == "length" and len(last[one].token_ids) == 1
-    assert last[eos].finish_reason == "stop" and last[eos].token_ids == [first]
-    assert last[stream].token_ids == reference_tokens(tiny.model, prompt_of(3), 12)
-    assert len(chunks_of(engine, eos, 12)) == 3
-    assert engine.block_manager.num_free_blocks == 64
+    check_reference(last["one"], tiny, 1, engine)
+    check_tokens(last["eos"], [first], engine, "stop")
+    check_reference(last["stream"], tiny, 12, engine)
+    check_chunks(engine, last["eos"], 4)
+    check_idle(engine)
 
 
 def test_A3_a_failing_chunk_takes_its_batch_only(make_engine: Any, tiny: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4, max_num_seqs=2)
-    doomed = [engine.add_request(prompt_of(10, i), greedy(4)) for i in range(2)]
-    saved = engine.add_request(prompt_of(10, 9), greedy(4))
+    for name in ("first", "second"):
+        engine.add_request(prompt_of(10, len(name)), greedy(4), request_id=name)
+    engine.add_request(prompt_of(10, 9), greedy(4), request_id="later")
     engine.step()
-    real = engine.model_runner.run
-
-    def fail(batch: Any) -> Any:
-        engine.model_runner.run = real
-        raise RuntimeError("no luck")
-
-    engine.model_runner.run = fail
-    assert [o.finish_reason for o in engine.step()] == ["error", "error"]
-    assert engine.block_manager.num_free_blocks == 64
+    with failing(tiny.model, RuntimeError("no luck")):
+        ended = {o.request_id: o.finish_reason for o in engine.step()}
+    expect(
+        ended,
+        {"first": "error", "second": "error"},
+        "the outputs of a step whose forward raised, in the second chunks of 'first' and 'second': "
+        "exactly the requests of that step end.",
+        engine,
+    )
+    expect(engine.block_manager.num_free_blocks, 64, "free blocks of 64 after that: all.", engine)
     last = run(engine)
-    assert doomed[0] not in last
-    assert last[saved].token_ids == reference_tokens(tiny.model, prompt_of(10, 9), 4)
+    expect(sorted(last), ["later"], "whose outputs come after that.", engine)
+    check_reference(last["later"], tiny, 4, engine)
 
 
 def test_S8_half_done_prompts_take_seats(make_engine: Any) -> None:
@@ -425,32 +586,37 @@ def test_S8_half_done_prompts_take_seats(make_engine: Any) -> None:
     for i in range(4):
         engine.add_request(prompt_of(7, i), greedy(3))
     run(engine)
-    holders = [sum(bool(t) for t in step.block_tables.values()) for step in engine.trace.steps]
-    assert max(holders) == 2
-    assert any(step.num_prefilling == 2 for step in engine.trace.steps)
+    for step in engine.trace.steps:
+        holders = [name for name, table in step.block_tables.items() if table]
+        assert len(holders) <= 2, (
+            f"{describe(step)}: {holders} hold blocks, max_num_seqs is 2. A prompt that is half "
+            "done takes a seat, though it decodes nothing yet."
+        )
+    most = max(step.num_prefilling for step in engine.trace.steps)
+    expect(most, 2, "most PREFILLING sequences in one step (num_prefilling).", engine)
 
 
 # ---------------------------------------------------------------- by hand, and by time
 
 
 def test_run_prefill_chunk_by_hand(make_engine: Any, tiny: Any, stage: ModuleType) -> None:
-    """The article's entry: chunk by chunk, logits only from the last."""
+    """Chunk by chunk, logits only from the last."""
     engine = make_engine()
     prompt = prompt_of(10)
     sequence = new_sequence(stage, "by hand", prompt)
-    results = []
     for start_pos in (0, 4, 8):
         chunk = prompt[start_pos : start_pos + 4]
         engine.block_manager.allocate(sequence, start_pos + len(chunk))
-        results.append(engine.model_runner.run_prefill_chunk(sequence, chunk, start_pos))
+        logits = engine.model_runner.run_prefill_chunk(sequence, chunk, start_pos)
         sequence.cached_token_count = start_pos + len(chunk)
-    assert results[0] is None and results[1] is None
-    assert results[2].shape == (engine.model_runner.shape.vocab_size,)
-    assert int(torch.argmax(results[2])) == reference_tokens(tiny.model, prompt, 1)[0]
-    with pytest.raises(ValueError, match="do not stand at 4..8"):
-        engine.model_runner.run_prefill_chunk(sequence, prompt[:4], 4)
-    with pytest.raises(ValueError, match="do not stand at 4..4"):
-        engine.model_runner.run_prefill_chunk(sequence, [], 4)
+        where = f"chunk {start_pos}..{start_pos + len(chunk)} of a prompt of 10"
+        expect(logits is None, start_pos < 8, f"{where}: whether there are no logits.")
+    expect(tuple(logits.shape), (tiny.model.config.vocab_size,), f"{where}: shape of the logits.")
+    likeliest = int(torch.argmax(logits))
+    expect(likeliest, reference_tokens(tiny.model, prompt, 1)[0], f"{where}: the likeliest token.")
+    for tokens, numbers in ((prompt[:4], "4..8"), ([], "4..4")):
+        with pytest.raises(ValueError, match=f"do not stand at {numbers}"):
+            engine.model_runner.run_prefill_chunk(sequence, tokens, 4)
     engine.block_manager.free(sequence)
 
 
@@ -479,11 +645,15 @@ def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
         scheduler.commit(batch, [1] * len(batch.sampling))
         if long.status.value == "running":
             break
-    assert long.status.value == "running"
-    assert max(times) <= 5e-3 * 1.01, f"a step took {max(times) * 1e3:.2f} ms"
+    expect(long.status.value, "running", f"the state of 'long' after 400 steps; chunks {chunks}.")
+    slowest = max(times) * 1e3
+    assert slowest <= 5 * 1.01, f"target_step_ms is 5, and a step took {slowest:.2f} ms: {chunks}"
     learnt = chunks.index(max(chunks))
-    assert chunks[-2] < 0.6 * chunks[learnt], f"late chunks must be shorter: {chunks}"
-    assert min(times[20:-1]) > 4e-3, "the target must be used, not only kept"
+    assert chunks[-2] < 0.6 * chunks[learnt], (
+        f"expected shorter chunks late in the prompt, where each token has more context: {chunks}"
+    )
+    fastest = min(times[20:-1]) * 1e3
+    assert fastest > 4, f"target_step_ms is 5, and a step took {fastest:.2f} ms: not used up"
 
 
 # ---------------------------------------------------------------- helpers
@@ -499,6 +669,23 @@ def make_scheduler(stage: ModuleType, num_blocks: int, block_size: int, **option
         for name in ("scheduler", "block_manager")
     ]
     return modules[0].Scheduler(config, modules[1].BlockManager(num_blocks, block_size))
+
+
+def advance(scheduler: Any, until_running: Any = None) -> list[dict[str, tuple[int, int]]]:
+    """Schedule and commit a step, or steps until a sequence is RUNNING, at most 100.
+
+    Returns, for each step, `(start_pos, num_tokens)` by request.
+    """
+    steps = []
+    for _ in range(100 if until_running else 1):
+        batch = scheduler.schedule()
+        scheduler.commit(batch, [1] * len(batch.sampling))
+        steps.append({s.sequence.request_id: (s.start_pos, s.num_tokens) for s in batch.slices})
+        if until_running is None or until_running.status.value == "running":
+            return steps
+    raise AssertionError(
+        f"{until_running} is not RUNNING after 100 steps; the last slices: {steps[-3:]}"
+    )
 
 
 def new_sequence(stage: ModuleType, request_id: str, token_ids: list[int]) -> Any:

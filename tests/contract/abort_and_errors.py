@@ -13,6 +13,7 @@ from .helpers import (
     check_reference,
     collect,
     drain,
+    expect,
     failing,
     greedy,
     last_steps,
@@ -26,10 +27,13 @@ from .identity import MakeEngine
 def check_aborted(output: Any, tiny: Any, num_outputs: int) -> None:
     """Assert that a request ended as an aborted one does, with the tokens it had got."""
     assert output.finished and output.finish_reason == "abort", f"aborted, but it ended: {output}"
-    assert len(output.token_ids) == num_outputs
     wanted = reference_tokens(tiny[0], output.prompt_token_ids, max(num_outputs, 1))
-    assert output.token_ids == wanted[:num_outputs]
-    assert output.metrics.finish_time is not None
+    expect(
+        output.token_ids,
+        wanted[:num_outputs],
+        f"the tokens of request {output.request_id!r}, aborted after {num_outputs} outputs.",
+    )
+    assert output.metrics.finish_time is not None, f"{output.request_id!r} has no finish_time"
 
 
 @pytest.mark.parametrize("state", ["added", "waiting", "running", "preempted"])
@@ -45,23 +49,30 @@ def test_A1_abort_in_every_state(make_engine: MakeEngine, tiny: Any, state: str)
         for _ in range(4):
             collect(engine.step(), outputs)
     elif state == "preempted":
-        while not preempted(engine):
+        while not preempted(engine) and engine.has_unfinished_requests():
             collect(engine.step(), outputs)
-        assert preempted(engine) == [second]
+        expect(preempted(engine), [second], "who lost its blocks: the one that came last.", engine)
     got = len(outputs.get(second, []))
-    assert (got > 0) == (state in ("running", "preempted")), last_steps(engine)
+    expect(
+        got > 0,
+        state in ("running", "preempted"),
+        f"whether request {second!r} has put something out while it is {state}.",
+        engine,
+    )
 
     free = engine.block_manager.num_free_blocks
-    assert engine.abort_request(second) is True
-    if state == "running":
-        assert engine.block_manager.num_free_blocks == free + 3, (
-            "the blocks of an aborted request come back at once, not with a later step"
-        )
-    else:
-        assert engine.block_manager.num_free_blocks == free, "it held no blocks"
-    assert engine.has_unfinished_requests()
+    expect(engine.abort_request(second), True, f"abort_request({second!r}), which is {state}.")
+    expect(
+        engine.block_manager.num_free_blocks - free,
+        3 if state == "running" else 0,
+        f"blocks that came back when {second!r} was aborted, {state}: those that it held, at once "
+        "and not with a later step.",
+        engine,
+    )
+    expect(engine.has_unfinished_requests(), True, f"unfinished work; {first!r} goes on.", engine)
     drain(engine, outputs)
-    assert [o.finished for o in outputs[second]] == [False] * got + [True]
+    finished = [o.finished for o in outputs[second]]
+    expect(finished, [False] * got + [True], f"`finished` in the outputs of {second!r}.", engine)
     check_aborted(outputs[second][-1], tiny, got)
     check_reference(outputs[first][-1], tiny, 9, engine)
     check_idle(engine)
@@ -75,8 +86,9 @@ def test_A1_abort_of_the_only_request(make_engine: MakeEngine, tiny: Any) -> Non
     engine.abort_request(request_id)
     assert engine.has_unfinished_requests(), "the last output is not delivered yet"
     num_steps = len(engine.trace.steps)
-    [output] = engine.step()
-    check_aborted(output, tiny, 1)
+    outputs = engine.step()
+    expect([o.request_id for o in outputs], [request_id], "whose outputs the next step returns.")
+    check_aborted(outputs[0], tiny, 1)
     assert len(engine.trace.steps) == num_steps, "there was nothing left to compute"
     check_idle(engine)
 
@@ -87,7 +99,10 @@ def test_A1_the_room_of_an_aborted_request_is_used(make_engine: MakeEngine, tiny
     first, second = (engine.add_request(make_prompt(12, seed=n), greedy(4)) for n in range(2))
     outputs: dict[str, list] = {}
     collect(engine.step(), outputs)
-    assert second not in outputs
+    assert second not in outputs, (
+        f"5 blocks of 4 hold both requests of 16 tokens? {second!r} has started:\n"
+        f"{last_steps(engine)}"
+    )
     engine.abort_request(first)
     collect(engine.step(), outputs)
     assert second in outputs, f"blocks are free, yet it waits:\n{last_steps(engine)}"
@@ -97,16 +112,16 @@ def test_A1_the_room_of_an_aborted_request_is_used(make_engine: MakeEngine, tiny
 
 def test_A2_abort_what_is_not_there(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
-    assert engine.abort_request("nobody") is False
+    expect(engine.abort_request("nobody"), False, "abort_request of an id that nobody has.")
     request_id = engine.add_request(make_prompt(5), greedy(4))
     beside = engine.add_request(make_prompt(6), greedy(8))
     engine.step()
-    assert engine.abort_request(request_id) is True
+    expect(engine.abort_request(request_id), True, f"abort_request({request_id!r}), running.")
     free = engine.block_manager.num_free_blocks
     assert engine.abort_request(request_id) is False, "it was aborted a moment ago"
     assert engine.block_manager.num_free_blocks == free, "blocks were freed twice"
     outputs = drain(engine)
-    assert engine.abort_request(request_id) is False
+    expect(engine.abort_request(request_id), False, f"abort_request({request_id!r}), long gone.")
     assert engine.abort_request(beside) is False, "it has finished"
     check_reference(outputs[beside][-1], tiny, 8, engine)
     check_idle(engine)
@@ -133,7 +148,8 @@ def test_A3_a_failing_step_ends_its_own_requests_only(
         output = outputs[request_id][-1]
         if reasons[request_id] == "error":
             wanted = reference_tokens(tiny[0], output.prompt_token_ids, 7)
-            assert output.token_ids == wanted[: len(output.token_ids)]
+            wanted = wanted[: len(output.token_ids)]
+            expect(output.token_ids, wanted, f"what {request_id!r} got before it failed.", engine)
         else:
             check_reference(output, tiny, 3 + 4 * (n > 0), engine)
     check_idle(engine)
@@ -144,7 +160,8 @@ def test_A3_after_a_failing_step_the_same_requests_work(make_engine: MakeEngine,
     engine = make_engine(num_blocks=8)
     prompts = [make_prompt(9, seed=n) for n in range(2)]
     with failing(tiny[0], RuntimeError("a kernel failed")):
-        assert [output.finish_reason for output in run(engine, prompts, greedy(4))] == ["error"] * 2
+        reasons = [output.finish_reason for output in run(engine, prompts, greedy(4))]
+    expect(reasons, ["error"] * 2, "how two requests end whose first forward raised.", engine)
     check_idle(engine)
     for output in run(engine, prompts, greedy(4)):
         check_reference(output, tiny, 4, engine)
@@ -164,7 +181,8 @@ def test_A3_logits_that_are_no_numbers(make_engine: MakeEngine, tiny: Any) -> No
         [output] = run(engine, [make_prompt(5)], greedy(3))
     finally:
         handle.remove()
-    assert (output.finish_reason, output.token_ids) == ("error", [])
+    ended = (output.finish_reason, output.token_ids)
+    expect(ended, ("error", []), "reason and tokens of a request whose logits were NaN.", engine)
     check_idle(engine)
 
 

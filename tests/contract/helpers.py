@@ -116,6 +116,17 @@ def compare_with_generate(output: RequestOutput, model: Any, num_tokens: int) ->
     return sure
 
 
+def expect(got: Any, wanted: Any, what: str, engine: Any = None) -> None:
+    """Assert that two values are equal; else say what it is about, both values, the last steps.
+
+    Args:
+        what: a sentence about the value: whose it is, and why it must be so.
+    """
+    if got != wanted:
+        steps = f"\nThe last steps:\n{last_steps(engine, 10)}" if engine else ""
+        raise AssertionError(f"{what}\n  expected {wanted}\n  came     {got}{steps}")
+
+
 def check_idle(engine: Any) -> None:
     """Assert that nothing is left to do, and that all blocks are free."""
     manager = engine.block_manager

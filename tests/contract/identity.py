@@ -15,6 +15,7 @@ from .helpers import (
     collect,
     compare_with_generate,
     drain,
+    expect,
     greedy,
     make_prompt,
     poison_cache,
@@ -54,7 +55,7 @@ def test_greedy_tokens_do_not_depend_on_who_comes_and_goes(
     drain(engine, outputs)
     assert preempted(engine), "the pool was not small enough: nobody was preempted"
     finished = [last[-1] for last in outputs.values() if last[-1].finish_reason == "length"]
-    assert len(finished) >= 20
+    assert len(finished) >= 20, f"of 24 requests, 4 of them aborted, {len(finished)} finished"
     for output in finished:
         check_reference(output, tiny, expected[output.request_id], engine)
 
@@ -72,9 +73,12 @@ def test_text_prompts(make_engine: MakeEngine, tiny: Any) -> None:
     text = "The quick brown fox"
     [by_text] = engine.generate(text, greedy(8), use_tqdm=False)
     [by_ids] = engine.generate([tiny[1].encode(text)], greedy(8), use_tqdm=False)
-    assert by_text.prompt_token_ids == by_ids.prompt_token_ids == tiny[1].encode(text)
-    assert by_text.token_ids == by_ids.token_ids
-    assert by_text.text == tiny[1].decode(by_text.token_ids, skip_special_tokens=True)
+    ids = tiny[1].encode(text)
+    for output in (by_text, by_ids):
+        expect(output.prompt_token_ids, ids, f"prompt_token_ids of {output.request_id!r}.", engine)
+    expect(by_text.token_ids, by_ids.token_ids, "tokens of the prompt as text, as by ids.", engine)
+    decoded = tiny[1].decode(by_text.token_ids, skip_special_tokens=True)
+    expect(by_text.text, decoded, f"the text of {by_text.request_id!r}.", engine)
     check_reference(by_text, tiny, 8, engine)
 
 
@@ -115,15 +119,17 @@ def test_B13_generate_again_on_one_engine(make_engine: MakeEngine, tiny: Any) ->
         for output in outputs:
             check_reference(output, tiny, 6, engine)
         check_idle(engine)
-    assert engine.generate([], use_tqdm=False) == []
+    expect(engine.generate([], use_tqdm=False), [], "generate() of no prompts.", engine)
 
 
 def test_B13_an_id_may_be_used_again(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     for length in (5, 9):
-        assert engine.add_request(make_prompt(length), greedy(4), request_id="again") == "again"
+        request_id = engine.add_request(make_prompt(length), greedy(4), request_id="again")
+        expect(request_id, "again", "the id that add_request returns for request_id='again'.")
         [[*_, last]] = drain(engine).values()
-        assert last.prompt_token_ids == make_prompt(length)
+        prompt = make_prompt(length)
+        expect(last.prompt_token_ids, prompt, "the prompt of the later request 'again'.", engine)
         check_reference(last, tiny, 4, engine)
 
 
@@ -149,7 +155,8 @@ def test_K5_up_to_the_last_position(make_engine: MakeEngine, tiny: Any, length: 
 def test_K5_up_to_the_model_s_last_position(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine(block_size=16, max_num_batched_tokens=1024)
     context = engine.config.max_model_len
-    assert context == tiny[0].config.max_position_embeddings
+    positions = tiny[0].config.max_position_embeddings
+    expect(context, positions, "config.max_model_len, when the option is None.")
     [output] = run(engine, [make_prompt(context - 3)], greedy(3))
     check_reference(output, tiny, 3, engine)
 

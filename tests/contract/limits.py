@@ -9,7 +9,7 @@ import pytest
 
 from shared import SamplingParams
 
-from .helpers import check_idle, check_reference, drain, greedy, make_prompt, run
+from .helpers import check_idle, check_reference, drain, expect, greedy, make_prompt, run
 from .identity import MakeEngine
 
 
@@ -70,7 +70,7 @@ def test_S6_no_max_tokens_means_the_room_that_is_left(make_engine: MakeEngine, t
 def test_S6_no_max_tokens_in_a_pool_smaller_than_the_context(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=4)
     [output] = run(engine, [make_prompt(10)], greedy(None))
-    assert output.finish_reason == "length"
+    expect(output.finish_reason, "length", "how a request without max_tokens ends.", engine)
     assert 6 <= len(output.token_ids) <= 7, "a pool of 16 slots has room for 6 more tokens"
 
 
@@ -131,7 +131,7 @@ def test_text_needs_a_tokenizer(make_engine: MakeEngine, tiny: Any) -> None:
         engine.add_request("text", greedy(1))
     [output] = run(engine, [make_prompt(5)], greedy(3))
     check_reference(output, tiny, 3, engine)
-    assert output.text == ""
+    expect(output.text, "", "the text of a request of an engine without a tokenizer.")
 
 
 def test_an_id_that_is_in_use(make_engine: MakeEngine, tiny: Any) -> None:
@@ -152,7 +152,7 @@ def test_an_id_of_the_engine_s_own_making_is_free(make_engine: MakeEngine) -> No
     ids = [engine.add_request(make_prompt(3), greedy(1), request_id=str(n)) for n in range(3)]
     ids += [engine.add_request(make_prompt(3), greedy(1)) for _ in range(3)]
     assert len(set(ids)) == 6, f"two live requests have one id: {ids}"
-    assert sorted(drain(engine)) == sorted(ids)
+    expect(sorted(drain(engine)), sorted(ids), "whose outputs came.", engine)
 
 
 def test_generate_starts_all_prompts_or_none(make_engine: MakeEngine) -> None:
@@ -161,7 +161,7 @@ def test_generate_starts_all_prompts_or_none(make_engine: MakeEngine) -> None:
         engine.generate([make_prompt(3), make_prompt(12)], greedy(1), use_tqdm=False)
     engine.step()
     check_idle(engine)
-    assert engine.trace.steps == []
+    expect(engine.trace.steps, [], "steps after a generate() of which one prompt was refused.")
 
 
 def test_generate_needs_parameters_for_each_prompt(make_engine: MakeEngine) -> None:
@@ -199,14 +199,18 @@ def test_an_option_that_does_not_exist(stage: ModuleType, tiny: Any) -> None:
 
 def test_the_engine_says_what_it_runs_with(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine(block_size=8, num_blocks=5)
-    assert engine.config.block_size == 8
-    assert engine.config.max_model_len == tiny[0].config.max_position_embeddings
-    assert engine.block_manager.num_blocks == engine.block_manager.num_free_blocks == 5
+    expect(engine.config.block_size, 8, "config.block_size.")
+    positions = tiny[0].config.max_position_embeddings
+    expect(engine.config.max_model_len, positions, "config.max_model_len, when the option is None.")
+    manager = engine.block_manager
+    expect((manager.num_blocks, manager.num_free_blocks), (5, 5), "all and free blocks of a pool.")
 
 
 def test_the_pool_is_sized_from_memory(stage: ModuleType, tiny: Any) -> None:
     """`num_blocks=None`: enough for all seats at most, never more than the memory that is there."""
     engine = stage.LLMEngine(model=tiny, block_size=16, max_num_seqs=2, max_model_len=64)
-    assert engine.block_manager.num_blocks == 2 * 64 // 16
+    expect(
+        engine.block_manager.num_blocks, 2 * 64 // 16, "blocks for two seats of 64 tokens, in 16s."
+    )
     [output] = run(engine, [make_prompt(9)], greedy(3))
     check_reference(output, tiny, 3, engine)

@@ -269,7 +269,9 @@ class Traffic:
 
     def check_pool(self) -> None:
         manager = self.engine.block_manager
-        assert 0 <= manager.num_free_blocks <= manager.num_blocks
+        assert 0 <= manager.num_free_blocks <= manager.num_blocks, (
+            f"{manager.num_free_blocks} of {manager.num_blocks} blocks are free"
+        )
         assert self.live or manager.num_free_blocks == manager.num_blocks, (
             f"nothing runs, yet only {manager.num_free_blocks} of {manager.num_blocks} blocks are "
             "free"

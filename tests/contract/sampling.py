@@ -8,7 +8,16 @@ import pytest
 
 from shared import SamplingParams
 
-from .helpers import check_reference, drain, greedy, make_prompt, preempted, run, scripted
+from .helpers import (
+    check_reference,
+    drain,
+    expect,
+    greedy,
+    make_prompt,
+    preempted,
+    run,
+    scripted,
+)
 from .identity import MakeEngine
 
 
@@ -23,7 +32,8 @@ def test_M1_low_temperatures(make_engine: MakeEngine, tiny: Any, temperature: fl
     """Below 1e-5 it is greedy; above it the logits are divided and must stay numbers."""
     engine = make_engine()
     [output] = run(engine, [make_prompt(7)], greedy(8, temperature=temperature))
-    assert output.finish_reason == "length" and len(output.token_ids) == 8
+    ended = (output.finish_reason, len(output.token_ids))
+    expect(ended, ("length", 8), f"reason and number of tokens at temperature {temperature}.")
     if temperature < 1e-3:
         check_reference(output, tiny, 8, engine)
 
@@ -37,7 +47,8 @@ def test_M2_greedy_beside_random(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     params = [greedy(8), at_random(8), greedy(8), at_random(8, seed=1)]
     outputs = run(engine, [make_prompt(5, seed=n) for n in range(4)], params)
-    assert any(len(step.sampled) == 4 for step in engine.trace.steps)
+    most = max(len(step.sampled) for step in engine.trace.steps)
+    expect(most, 4, "most tokens sampled in one step; four requests decode together.", engine)
     for output in (outputs[0], outputs[2]):
         check_reference(output, tiny, 8, engine)
 
@@ -50,7 +61,10 @@ def test_M3_top_k(make_engine: MakeEngine, tiny: Any) -> None:
         [output] = run(engine, [make_prompt(5)], at_random(12, seed=3, top_k=top_k))
         return output.token_ids
 
-    assert tokens(0) == tokens(-1) == tokens(10**6) != tokens(2)
+    whole = tokens(0)
+    for top_k in (-1, 10**6):
+        expect(tokens(top_k), whole, f"the tokens with top_k={top_k}, which is off, as top_k=0 is.")
+    assert tokens(2) != whole, "top_k=2 gives the same 12 random tokens as no top_k"
     [output] = run(engine, [make_prompt(5)], at_random(12, top_k=1))
     check_reference(output, tiny, 12, engine)
 
@@ -62,24 +76,30 @@ def test_M4_eos_as_the_last_allowed_token(make_engine: MakeEngine, tiny: Any) ->
     with scripted(tiny[0], 5, [40, 41, eos]):
         for max_tokens in (3, 4):
             [output] = run(engine, [make_prompt(5)], greedy(max_tokens, ignore_eos=False))
-            assert (output.token_ids, output.finish_reason) == ([40, 41, eos], "stop")
-            assert output.text == tiny[1].decode([40, 41]), "EOS is not part of the text"
+            what = f"tokens and reason with EOS ({eos}) as third token, max_tokens={max_tokens}."
+            expect((output.token_ids, output.finish_reason), ([40, 41, eos], "stop"), what, engine)
+            text = tiny[1].decode([40, 41])
+            expect(output.text, text, "the text; EOS is not part of it.", engine)
         [output] = run(engine, [make_prompt(5)], greedy(4))
-        assert (output.token_ids, output.finish_reason) == ([40, 41, eos, eos], "length")
+        what = "tokens and reason when EOS is ignored, max_tokens=4."
+        ended = (output.token_ids, output.finish_reason)
+        expect(ended, ([40, 41, eos, eos], "length"), what, engine)
 
 
 def test_eos_as_the_first_token(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     with scripted(tiny[0], 5, [tiny[1].eos_token_id]):
         [output] = run(engine, [make_prompt(5)], greedy(8, ignore_eos=False))
-    assert (output.finish_reason, output.text, len(output.token_ids)) == ("stop", "", 1)
+    ended = (output.finish_reason, output.text, len(output.token_ids))
+    expect(ended, ("stop", "", 1), "reason, text and number of tokens if the first is EOS.", engine)
 
 
 def test_stop_tokens_and_min_tokens(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     with scripted(tiny[0], 5, [40, 41, 42, 43]):
         [output] = run(engine, [make_prompt(5)], greedy(8, stop_token_ids=[42]))
-        assert (output.token_ids, output.finish_reason) == ([40, 41, 42], "stop")
+        ended = (output.token_ids, output.finish_reason)
+        expect(ended, ([40, 41, 42], "stop"), "tokens and reason, stop_token_ids=[42].", engine)
         [output] = run(engine, [make_prompt(5)], greedy(4, stop_token_ids=[42], min_tokens=3))
         assert output.token_ids[:2] == [40, 41] and output.token_ids[2] != 42, (
             "a stop token must not come before min_tokens"
@@ -113,7 +133,8 @@ def test_seeds_matter(make_engine: MakeEngine) -> None:
     engine = make_engine()
     outputs = run(engine, [make_prompt(5)] * 3, [at_random(12, seed=n) for n in (1, 2, 1)])
     first, second, third = (output.token_ids for output in outputs)
-    assert first == third != second
+    expect(third, first, "the tokens of two requests with the same prompt and seed.", engine)
+    assert second != first, f"seeds 1 and 2 gave the same tokens: {first}"
 
 
 def test_without_a_seed_twins_differ(make_engine: MakeEngine) -> None:
@@ -126,10 +147,10 @@ def test_penalties_see_prompt_and_output(make_engine: MakeEngine) -> None:
     """A penalty so strong that no token may come twice, also when the request was preempted."""
     prompts = [make_prompt(9, seed=n) for n in (5, 6)]  # these repeat a token of the output
     for output in run(make_engine(), prompts, greedy(9)):
-        assert len(set(output.token_ids)) < 9, "nothing to penalise"
+        assert len(set(output.token_ids)) < 9, "the test's own prompts repeat no token"
     engine = make_engine(num_blocks=7)
     outputs = run(engine, prompts, greedy(9, repetition_penalty=1e6))
-    assert preempted(engine)
+    assert preempted(engine), "7 blocks of 4 hold both requests of 18 tokens? Nobody gave way."
     for output in outputs:
         again = set(output.token_ids) & set(output.prompt_token_ids)
         assert len(set(output.token_ids)) == 9, f"a token came twice: {output.token_ids}"
@@ -139,8 +160,12 @@ def test_penalties_see_prompt_and_output(make_engine: MakeEngine) -> None:
 def test_logprobs(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with_them, without = run(engine, [make_prompt(5)] * 2, [greedy(6, logprobs=3), greedy(6)])
-    assert without.logprobs is None
-    assert len(with_them.logprobs) == 6
-    for token_id, logprobs in zip(with_them.token_ids, with_them.logprobs, strict=True):
-        assert len(logprobs) == 3 and max(logprobs, key=logprobs.get) == token_id
-        assert all(value <= 0 for value in logprobs.values())
+    expect(without.logprobs, None, "logprobs of a request that did not ask for them.")
+    expect(len(with_them.logprobs), 6, "logprobs of a request with 6 tokens.")
+    for n, (token, logprobs) in enumerate(
+        zip(with_them.token_ids, with_them.logprobs, strict=True)
+    ):
+        expect(len(logprobs), 3, f"logprobs of token {n}, logprobs=3: {logprobs}.")
+        likeliest = max(logprobs, key=logprobs.get)
+        expect(token, likeliest, f"the greedy token {n}, beside its logprobs {logprobs}.")
+        assert max(logprobs.values()) <= 0, f"token {n}: a log-probability over 0: {logprobs}"

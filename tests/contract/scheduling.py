@@ -11,6 +11,7 @@ from .helpers import (
     collect,
     describe,
     drain,
+    expect,
     greedy,
     last_steps,
     make_prompt,
@@ -21,9 +22,11 @@ from .identity import MakeEngine
 
 def test_S6_a_step_with_nothing_to_do(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    assert engine.step() == []
-    assert engine.trace.steps == [], "a step that computed nothing left a record"
-    assert not engine.has_unfinished_requests()
+    expect(engine.step(), [], "the outputs of a step of an engine without requests.")
+    expect(engine.trace.steps, [], "records of a step that computed nothing.")
+    expect(
+        engine.has_unfinished_requests(), False, "unfinished work of an engine without requests."
+    )
 
 
 def test_one_token_for_each_request_and_step(make_engine: MakeEngine, tiny: Any) -> None:
@@ -32,9 +35,10 @@ def test_one_token_for_each_request_and_step(make_engine: MakeEngine, tiny: Any)
     ids = [engine.add_request(make_prompt(n), greedy(5)) for n in (2, 5, 9)]
     for n in range(1, 6):
         outputs = engine.step()
-        assert [output.request_id for output in outputs] == ids, f"step {n}"
-        assert [len(output.token_ids) for output in outputs] == [n] * 3
-        assert [output.finished for output in outputs] == [n == 5] * 3
+        came = [(output.request_id, len(output.token_ids), output.finished) for output in outputs]
+        wanted = [(request_id, n, n == 5) for request_id in ids]
+        what = f"request, number of tokens, and whether it is finished, in outputs of step {n - 1}."
+        expect(came, wanted, what, engine)
 
 
 def test_a_request_joins_those_that_run(make_engine: MakeEngine, tiny: Any) -> None:
@@ -95,8 +99,10 @@ def test_B10_blocks_are_taken_when_they_are_needed(make_engine: MakeEngine, leng
             f"{describe(step)}: {start_pos + num_tokens} tokens in blocks of 4 need {num_needed} "
             f"blocks, the block table is {held}"
         )
-        assert step.num_free_blocks == engine.block_manager.num_blocks - num_needed
-    assert step.slices == [(request_id, length + 8, 1)], "the last token is never written"
+        free = engine.block_manager.num_blocks - num_needed
+        expect(step.num_free_blocks, free, f"{describe(step)}: free blocks.", engine)
+    what = "the last slice (request, start_pos, num_tokens); the last token is never written."
+    expect(step.slices, [(request_id, length + 8, 1)], what, engine)
 
 
 @pytest.mark.parametrize("num_blocks", [7, 8, 9, 10])
@@ -139,9 +145,12 @@ def test_S7_a_preempted_request_keeps_its_place(make_engine: MakeEngine, tiny: A
     engine = make_engine(num_blocks=7, max_num_seqs=2)
     ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(3)]
     outputs: dict[str, list] = {}
-    while not preempted(engine):
+    while not preempted(engine) and engine.has_unfinished_requests():
         collect(engine.step(), outputs)
-    assert preempted(engine) == [ids[1]] and ids[2] not in outputs
+    expect(preempted(engine), [ids[1]], "who lost its blocks: the one that came last.", engine)
+    assert ids[2] not in outputs, (
+        f"{ids[2]!r} ran while both seats were taken: {last_steps(engine)}"
+    )
     num_steps = len(engine.trace.steps)
     drain(engine, outputs)
     later = [
@@ -187,7 +196,7 @@ def test_S8_seats(make_engine: MakeEngine, tiny: Any) -> None:
         assert len(holders) <= 2, f"{describe(step)}: {holders} hold blocks, max_num_seqs is 2"
         for request_id, _, _ in step.slices:
             started.setdefault(request_id, n)
-    assert sorted(started) == sorted(ids)
+    expect(sorted(started), sorted(ids), "which requests were computed at all.", engine)
     for request_id, next_id in zip(ids, ids[2:], strict=False):
         assert started[next_id] <= max(ended[request_id], 1), (
             f"{request_id!r} left its seat before step {ended[request_id]}, {next_id!r} started "

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from .helpers import check_idle, check_reference, collect, drain, greedy, make_prompt, run, scripted
+from .helpers import (
+    check_idle,
+    check_reference,
+    collect,
+    drain,
+    expect,
+    greedy,
+    make_prompt,
+    run,
+    scripted,
+)
 from .identity import MakeEngine
 
 
@@ -18,12 +28,15 @@ def test_outputs_grow_token_by_token(make_engine: MakeEngine, tiny: Any) -> None
     for request_id, length in zip(ids, (3, 8), strict=True):
         text = ""
         for n, output in enumerate(outputs[request_id], 1):
-            assert output.prompt_token_ids == make_prompt(length)
-            assert len(output.token_ids) == n, f"output {n} has the tokens {output.token_ids}"
+            what = f"output {n} of request {request_id!r}"
+            expect(output.prompt_token_ids, make_prompt(length), f"{what}: its prompt.", engine)
+            expect(len(output.token_ids), n, f"{what}: number of tokens.", engine)
             text += output.new_text
-            assert output.text == text, f"output {n}: the pieces so far are {text!r}: {output}"
-            assert output.finished == (n == 10) == (output.finish_reason is not None)
-        assert text == tiny[1].decode(output.token_ids, skip_special_tokens=True)
+            expect(output.text, text, f"{what}: its text, beside the pieces so far.", engine)
+            ended = (output.finished, output.finish_reason)
+            expect(ended, (n == 10, "length" if n == 10 else None), f"{what}: finished, reason.")
+        whole = tiny[1].decode(output.token_ids, skip_special_tokens=True)
+        expect(text, whole, f"all pieces of {request_id!r}, beside its tokens decoded at once.")
 
 
 def test_an_output_is_not_changed_by_later_steps(make_engine: MakeEngine) -> None:
@@ -43,11 +56,12 @@ def test_D1_characters_that_span_tokens(make_engine: MakeEngine, tiny: Any) -> N
     with scripted(tiny[0], 5, token_ids):
         engine.add_request(make_prompt(5), greedy(len(token_ids)))
         [outputs] = drain(engine).values()
-    assert outputs[-1].token_ids == token_ids
+    expect(outputs[-1].token_ids, token_ids, "the tokens of the only request.", engine)
     for output in outputs:
         assert "\ufffd" not in output.text, f"half a character was shown: {output.text!r}"
-        assert text.startswith(output.text)
-    assert "".join(output.new_text for output in outputs) == outputs[-1].text == text
+        assert text.startswith(output.text), f"{output.text!r} is no beginning of {text!r}"
+    pieces = "".join(output.new_text for output in outputs)
+    expect((pieces, outputs[-1].text), (text, text), "the pieces joined, and the last text.")
 
 
 def test_D1_a_character_that_is_cut_off(make_engine: MakeEngine, tiny: Any) -> None:
@@ -57,8 +71,9 @@ def test_D1_a_character_that_is_cut_off(make_engine: MakeEngine, tiny: Any) -> N
     with scripted(tiny[0], 5, token_ids):
         engine.add_request(make_prompt(5), greedy(len(token_ids)))
         [outputs] = drain(engine).values()
-    assert all("\ufffd" not in output.text for output in outputs[:-1])
-    assert outputs[-1].text == tiny[1].decode(token_ids)
+    for n, output in enumerate(outputs[:-1]):
+        assert "\ufffd" not in output.text, f"output {n} shows half a character: {output.text!r}"
+    expect(outputs[-1].text, tiny[1].decode(token_ids), "the last text, cut inside a character.")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +98,10 @@ def test_T1_stop_strings(
         [outputs] = drain(engine).values()
     for output in outputs:
         assert shown.startswith(output.text), f"{output.text!r} was shown, the end is {shown!r}"
-    assert (outputs[-1].text, outputs[-1].finish_reason) == (shown, reason)
-    assert "".join(output.new_text for output in outputs) == shown
+    ended = (outputs[-1].text, outputs[-1].finish_reason)
+    expect(ended, (shown, reason), f"text and reason of {text!r} with stop={stop!r}.", engine)
+    pieces = "".join(output.new_text for output in outputs)
+    expect(pieces, shown, f"the pieces of {text!r} with stop={stop!r}, joined.", engine)
     check_idle(engine)
 
 
@@ -93,7 +110,8 @@ def test_T2_a_stop_string_in_the_prompt_does_not_count(make_engine: MakeEngine, 
     prompt = tiny[1].encode("stop here")
     with scripted(tiny[0], len(prompt), tiny[1].encode("go on")):
         [output] = run(engine, [prompt], greedy(4, stop="stop"))
-    assert output.finish_reason == "length"
+    what = "how a request ends whose prompt, not its output, has the stop string."
+    expect(output.finish_reason, "length", what, engine)
 
 
 def test_T2_the_empty_stop_string() -> None:
@@ -106,15 +124,19 @@ def test_streams_take_turns(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     streams = [engine.stream(make_prompt(n), greedy(6)) for n in (4, 9)]
     ahead = [next(streams[0]) for _ in range(3)]
-    assert [len(output.token_ids) for output in ahead] == [1, 2, 3]
+    numbers = [len(output.token_ids) for output in ahead]
+    expect(numbers, [1, 2, 3], "tokens in the first three outputs of a stream.", engine)
     assert any(len(step.slices) == 2 for step in engine.trace.steps), "not batched"
     rest = [list(stream) for stream in streams]
     for outputs, length in zip((ahead + rest[0], rest[1]), (4, 9), strict=True):
-        assert [len(output.token_ids) for output in outputs] == list(range(1, 7))
-        assert outputs[-1].prompt_token_ids == make_prompt(length)
+        name = outputs[-1].request_id
+        numbers = [len(output.token_ids) for output in outputs]
+        expect(numbers, list(range(1, 7)), f"tokens in the outputs of stream {name!r}.", engine)
+        prompt = make_prompt(length)
+        expect(outputs[-1].prompt_token_ids, prompt, f"the prompt of stream {name!r}.", engine)
         check_reference(outputs[-1], tiny, 6, engine)
     assert len(engine.trace.steps) <= 7, "a stream computed what the other had computed already"
-    assert engine.step() == [], "an output of a stream came a second time"
+    expect(engine.step(), [], "outputs of step() when the streams have fetched all.", engine)
 
 
 def test_a_stream_is_refused_when_it_is_asked_for(make_engine: MakeEngine) -> None:
@@ -134,7 +156,7 @@ def test_closing_a_stream_aborts_its_request(
         next(stream)
     stream.close()
     outputs = drain(engine)
-    assert list(outputs) == [other]
+    expect(list(outputs), [other], "whose outputs come after the stream was closed.", engine)
     check_reference(outputs[other][-1], tiny, 6, engine)
     sampled = [request_id for step in engine.trace.steps for request_id in step.sampled]
     assert len(sampled) == 6 + num_taken, "the closed stream's request was computed further"
@@ -144,9 +166,10 @@ def test_a_stream_whose_request_is_aborted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     stream = engine.stream(make_prompt(9), greedy(6))
     request_id = next(stream).request_id
-    assert engine.abort_request(request_id)
-    [last] = stream
-    assert (last.finished, last.finish_reason, len(last.token_ids)) == (True, "abort", 1)
+    expect(engine.abort_request(request_id), True, f"abort_request({request_id!r}), streaming.")
+    ended = [(o.finished, o.finish_reason, len(o.token_ids)) for o in stream]
+    what = f"finished, reason, number of tokens in what stream {request_id!r} gives when aborted."
+    expect(ended, [(True, "abort", 1)], what, engine)
     check_idle(engine)
 
 
@@ -161,22 +184,25 @@ def test_step_stream_and_generate_on_one_engine(make_engine: MakeEngine, tiny: A
     [generated] = engine.generate([make_prompt(6)], greedy(5), use_tqdm=False)
     check_reference(generated, tiny, 5, engine)
     streamed = list(stream)
-    assert [len(output.token_ids) for output in streamed] == list(range(2, 11))
+    numbers = [len(output.token_ids) for output in streamed]
+    expect(numbers, list(range(2, 11)), "tokens in the outputs that the stream still gave.", engine)
     check_reference(streamed[-1], tiny, 10, engine)
     drain(engine, outputs)
-    assert list(outputs) == [stepped]
-    assert [len(output.token_ids) for output in outputs[stepped]] == list(range(1, 13))
+    expect(list(outputs), [stepped], "whose outputs step() gave.", engine)
+    numbers = [len(output.token_ids) for output in outputs[stepped]]
+    expect(numbers, list(range(1, 13)), f"tokens in the outputs of {stepped!r}.", engine)
     check_reference(outputs[stepped][-1], tiny, 12, engine)
 
 
 def test_generate_takes_one_prompt_or_many(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     one = engine.generate("hello", greedy(3), use_tqdm=False)
-    assert engine.generate(["hello"], greedy(3), use_tqdm=False)[0].token_ids == one[0].token_ids
-    [by_ids] = engine.generate(tiny[1].encode("hello"), greedy(3), use_tqdm=False)
-    assert by_ids.token_ids == one[0].token_ids
+    for prompt in (["hello"], tiny[1].encode("hello")):
+        [same] = engine.generate(prompt, greedy(3), use_tqdm=False)
+        expect(same.token_ids, one[0].token_ids, f"tokens for the prompt {prompt}, as for 'hello'.")
     outputs = engine.generate(["hello", [5, 6, 7]], [greedy(3), greedy(1)], use_tqdm=False)
-    assert [len(output.token_ids) for output in outputs] == [3, 1]
+    numbers = [len(output.token_ids) for output in outputs]
+    expect(numbers, [3, 1], "tokens of two prompts, each with its own max_tokens.", engine)
 
 
 def test_generate_shows_its_progress(
@@ -184,6 +210,7 @@ def test_generate_shows_its_progress(
 ) -> None:
     engine = make_engine()
     engine.generate([make_prompt(3), make_prompt(4)], greedy(2))
-    assert "2/2" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "2/2" in said, f"expected a progress bar that ends at 2/2, came {said!r}"
     engine.generate([make_prompt(3)], greedy(2), use_tqdm=False)
-    assert capsys.readouterr().err == ""
+    expect(capsys.readouterr().err, "", "what is printed with use_tqdm=False.")

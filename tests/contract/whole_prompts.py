@@ -9,6 +9,7 @@ from .helpers import (
     collect,
     describe,
     drain,
+    expect,
     failing,
     greedy,
     make_prompt,
@@ -52,10 +53,11 @@ def test_S7_a_preempted_request_may_have_outgrown_the_budget(
     engine = make_engine(num_blocks=7, max_num_batched_tokens=9)
     ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(2)]
     outputs = drain(engine)
-    assert preempted(engine)
+    assert preempted(engine), "7 blocks of 4 hold both requests of 18 tokens? Nobody gave way."
     # A prefix cache may hold what was computed; without one it is all computed again.
     if "cached_blocks" not in engine.stats():
-        assert max(step.num_tokens for step in engine.trace.steps) > 9
+        most = max(step.num_tokens for step in engine.trace.steps)
+        assert most > 9, f"most tokens in a step: {most}; the preempted one has more than 9"
     for step in engine.trace.steps:
         assert step.num_tokens <= 9 or len(step.slices) == 1, f"{describe(step)}: budget 9"
     for request_id in ids:
@@ -71,5 +73,6 @@ def test_A3_a_failing_prefill_leaves_those_that_decode(make_engine: MakeEngine, 
     failed = engine.add_request(make_prompt(7), greedy(6))
     with failing(tiny[0], RuntimeError("a kernel failed")):
         drain(engine, outputs)
-    assert outputs[failed][-1].finish_reason == "error"
+    reason = outputs[failed][-1].finish_reason
+    expect(reason, "error", f"how {failed!r} ends, whose prefill raised.", engine)
     check_reference(outputs[running][-1], tiny, 6, engine)
