@@ -390,6 +390,7 @@ def paged_prefill(
         `[T, H, D]`. Memory besides is bounded by `PREFILL_PIECE` tokens, however long the context.
     """
     block_size = k_cache.shape[1]
+    piece = max(1, PREFILL_PIECE // block_size) * block_size  # whole blocks
     out = torch.empty_like(query)
     bounds = query_start_loc.tolist()
     for i, context_len in enumerate(context_lens.tolist()):
@@ -400,19 +401,20 @@ def paged_prefill(
         if rows.start == rows.stop:
             continue
         result, lse = _sdpa(query[rows], key[rows], value[rows], scale, causal=True)
-        for start in range(0, start_pos, PREFILL_PIECE):
-            t = torch.arange(start, min(start + PREFILL_PIECE, start_pos))
-            slots = block_tables[i, t // block_size], t % block_size
-            piece, piece_lse = _sdpa(query[rows], k_cache[slots], v_cache[slots], scale, False)
+        for first in range(0, start_pos, piece):
+            last = min(first + piece, start_pos)
+            blocks = block_tables[i, first // block_size : -(-last // block_size)]
+            k, v = (cache.index_select(0, blocks).flatten(0, 1) for cache in (k_cache, v_cache))
+            earlier, earlier_lse = _sdpa(query[rows], k[: last - first], v[: last - first], scale)
             # Both were divided by their own sum, e**lse. Weigh them by their part of the whole.
-            part = torch.sigmoid(piece_lse - lse)[..., None]
-            result = torch.lerp(result.to(part.dtype), piece.to(part.dtype), part)
-            lse = torch.logaddexp(lse, piece_lse)
+            part = torch.sigmoid(earlier_lse - lse)[..., None]
+            result = torch.lerp(result.to(part.dtype), earlier.to(part.dtype), part)
+            lse = torch.logaddexp(lse, earlier_lse)
         out[rows] = result
     return out
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool):
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool = False):
     """Dense attention of `[T, H, D]` to `[S, KVH, D]`: the output, and its log-sum-exp `[T, H]`.
 
     Calls what torch's scaled_dot_product_attention runs on a CPU: that keeps the log-sum-exp to

@@ -172,9 +172,10 @@ def test_k1_store_writes_its_slots_and_no_other(kernels: ModuleType, dtype: torc
 
 
 def test_long_past_is_read_in_pieces(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that end inside blocks, a last one of one token; the parts are weighed rightly."""
-    monkeypatch.setattr(kernels, "PREFILL_PIECE", 37)
-    problem = make_problem(PLAIN, [37 * 4 + 1 + 9, 60], [9, 60])
+    """Of whole blocks, however long a piece may be; the last one has a token; all weigh rightly."""
+    piece = 2 * PLAIN.block_size
+    monkeypatch.setattr(kernels, "PREFILL_PIECE", piece + 5)
+    problem = make_problem(PLAIN, [piece * 4 + 1 + 9, 60], [9, 60])
     assert_close(prefill(kernels, problem), problem.answer, torch.float32)
 
 
@@ -229,7 +230,7 @@ MUTANTS = {
     "a block does not rescale": ("acc[head, d] *= rescale", "acc[head, d] *= 1"),
     "the merge does not rescale": ("acc[part, head, d] * rescale", "acc[part, head, d]"),
     "prefill sees what comes after": ("scale, causal=True)", "scale, causal=False)"),
-    "prefill weighs a part as the other": ("piece_lse - lse)", "lse - piece_lse)"),
+    "prefill weighs a part as the other": ("earlier_lse - lse)", "lse - earlier_lse)"),
 }
 
 

@@ -614,8 +614,8 @@ def test_run_prefill_chunk_by_hand(make_engine: Any, tiny: Any, stage: ModuleTyp
     expect(tuple(logits.shape), (tiny.model.config.vocab_size,), f"{where}: shape of the logits.")
     likeliest = int(torch.argmax(logits))
     expect(likeliest, reference_tokens(tiny.model, prompt, 1)[0], f"{where}: the likeliest token.")
-    for tokens, numbers in ((prompt[:4], "4..8"), ([], "4..4")):
-        with pytest.raises(ValueError, match=f"do not stand at {numbers}"):
+    for tokens in (prompt[:4], []):
+        with pytest.raises(ValueError):  # they do not stand at 4 in the sequence
             engine.model_runner.run_prefill_chunk(sequence, tokens, 4)
     engine.block_manager.free(sequence)
 
