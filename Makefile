@@ -50,7 +50,8 @@ endif
 
 ifneq ($(wildcard notebooks/*.ipynb),)
 notebooks: $(STAMP)notebooks ## run all notebooks; the executed copies go to build/notebooks
-	@$(PY) -m nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
+	@$(PY) -m nbconvert --to notebook --execute --ExecutePreprocessor.record_timing=False \
+		--output-dir build/notebooks notebooks/*.ipynb
 else
 notebooks:
 	@echo "There are no notebooks yet (notebooks/*.ipynb)."

@@ -25,8 +25,8 @@ from shared.bench.metrics import kv_use
 from shared.demo_episode import DOCUMENT, seconds
 from shared.trace import StepRecord, Trace
 
-WIDTH = 600  # pixels; a picture is never wider, and shrinks with its page
-FONT = 12
+WIDTH = 520  # pixels; pictures shrink and grow with their page
+FONT, SMALL = 13, 11
 
 # The site's colours (docs/assets/course.css) by name, and what they are without a site.
 COLOURS = {
@@ -67,6 +67,10 @@ _RC = {
     "text.color": COLOURS["text"],
     "xtick.color": COLOURS["muted"],
     "ytick.color": COLOURS["muted"],
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "axes.labelsize": SMALL,
+    "legend.fontsize": SMALL,
 }
 
 
@@ -168,7 +172,7 @@ def _box(
     if label:
         on = COLOURS["muted" if colour in ("free", "soft") else "on"]
         place = (x + width / 2, y + height / 2)
-        size = 10 if 6.5 * len(label) < width else 7.5
+        size = SMALL if 7 * len(label) < width else 8
         axis.text(*place, label, color=on, ha="center", va="center", size=size)
 
 
@@ -216,7 +220,7 @@ def pool(tables: Mapping[str, Sequence[int]], num_blocks: int, columns: int = 16
             colour, label = "shared", f"×{len(holders)}"
         _box(axis, left + column * cell, 26 * row, cell - 2, 24, colour, label)
         if column == 0:
-            axis.text(left - 6, 26 * row + 12, block, ha="right", va="center", size=10)
+            axis.text(left - 6, 26 * row + 12, block, ha="right", va="center", size=SMALL)
     shared = sum(len(holders) > 1 for holders in owners.values())
     text = f"{len(owners)} of {num_blocks} blocks held, {num_blocks - len(owners)} free"
     text += f", {shared} shared" if shared else ""
@@ -243,12 +247,12 @@ def block_table(name: str, table: Sequence[int], num_tokens: int, block_size: in
         _box(axis, i * wide, 18, wide - 3, 30, "free")
         _box(axis, i * wide, 18, (wide - 3) * used / block_size, 30, colour, f"{i}")
         ends = f"tokens {i * block_size}–{i * block_size + used - 1}"
-        axis.text(i * wide, 10, ends if wide > 84 else f"{i * block_size}", size=10, va="center")
+        axis.text(i * wide, 10, ends if wide > 90 else f"{i * block_size}", size=SMALL, va="center")
         x = [(i + 0.5) * wide - 1.5, (block + 0.5) * cell - 1]
         axis.plot(x, [48, 100], color=COLOURS[colour], lw=1.2)
     for block in range(columns):
         held = block in table
-        label = str(block) if cell > 15 else ""
+        label = str(block) if cell > 16 else ""
         _box(axis, block * cell, 100, cell - 2, 26, colour if held else "free", label)
     text = f"{name}: {num_tokens} tokens in {len(table)} blocks, table {list(table)}"
     axis.set_title(f"logical blocks of {name}, and the pool below")
@@ -279,7 +283,7 @@ def chains(prompts: Mapping[str, Sequence[bytes]], block_size: int = 16) -> Pict
                 axis.plot([x - 14, x], [y + 14, y + 14], color=COLOURS["line"], lw=1.5)
     for i in range(columns):
         ends = f"{i * block_size}–{(i + 1) * block_size - 1}"
-        axis.text(left + i * wide, 8, ends, size=10, va="center", color=COLOURS["muted"])
+        axis.text(left + i * wide, 8, ends, size=SMALL, va="center", color=COLOURS["muted"])
     shared = sum(count > 1 for count in counts.values())
     text = f"{shared} of {len(counts)} different full blocks are in several prompts"
     axis.set_title(text)
@@ -307,7 +311,7 @@ def chunks(num_tokens: int, chunk_size: int, block_size: int = 16, start_pos: in
             colour, label = "shared" if t < start_pos else "free", label if t < num_tokens else ""
         _box(axis, left + offset * cell, 24 * i, cell - 2, 21, colour, label)
     for i in range(rows):
-        axis.text(left - 8, 24 * i + 10, f"block {i}", ha="right", va="center", size=10)
+        axis.text(left - 8, 24 * i + 10, f"block {i}", ha="right", va="center", size=SMALL)
     split = sum(t % block_size > 0 for t in range(start_pos + chunk_size, num_tokens, chunk_size))
     text = f"{_count(num_chunks, 'chunk')}, {_count(rows, 'block')}; "
     text += f"{_count(split, 'chunk')} beginning inside a block"
@@ -340,7 +344,7 @@ def steps(trace: Trace, positions: Iterable[int]) -> Picture:
     for row, name in enumerate(names):
         axis.text(left - 8, 26 * row + 12, _short(name), **side)
     for row, label in enumerate(("tokens", "step"), len(names)):
-        axis.text(left - 8, 26 * row + 12, label, size=10, color=COLOURS["muted"], **side)
+        axis.text(left - 8, 26 * row + 12, label, size=SMALL, color=COLOURS["muted"], **side)
     middle = {"ha": "center", "va": "center"}
     lost, x, before = 0, float(left), chosen[0]
     for i in chosen:
@@ -354,7 +358,7 @@ def steps(trace: Trace, positions: Iterable[int]) -> Picture:
             lost += 1
             y = 26 * names.index(name) + 12
             axis.text(centre, y, "×", color=COLOURS["warn"], size=18, **middle)
-        size = 10 if cell > 24 else 8
+        size = SMALL if cell > 24 else 8
         y = 26 * len(names) + 12
         axis.text(centre, y, record.num_tokens, size=size, **middle)
         axis.text(centre, y + 26, i, size=size, color=COLOURS["muted"], **middle)
@@ -394,7 +398,7 @@ def occupancy(trace: Trace, num_blocks: int, block_size: int = 16) -> Picture:
     axis.fill_between(indices, held, step="mid", color=COLOURS["doc"], lw=0, label="held, unused")
     axis.fill_between(indices, filled, step="mid", color=COLOURS["a"], lw=0, label="tokens")
     axis.axhline(num_blocks, color=COLOURS["line"], lw=1.2, ls="--")
-    axis.text(indices[-1], num_blocks, f"{num_blocks} blocks", ha="right", va="bottom", size=10)
+    axis.text(indices[-1], num_blocks, f"{num_blocks} blocks", ha="right", va="bottom", size=SMALL)
     lost = [i for i, record in enumerate(trace.steps) for _ in record.preempted]
     if lost:
         style = {"color": COLOURS["warn"], "marker": "x", "ls": "", "ms": 9, "mew": 2}
