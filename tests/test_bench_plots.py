@@ -208,7 +208,7 @@ LABELS = {
     "itl-cdf": {"gap between two tokens, ITL (ms)", "gaps that are no longer (%)"},
     "pool": {"time since the long prompt arrived (s)", "KV cache held (blocks)"},
     "chunk-sizes": {"chunk size (tokens)", "longest gap, TTFT (ms)"},
-    "goodput": {"arrivals (requests/s)", "in time (%)", "goodput: in time (requests/s)"},
+    "goodput": {"arrivals (requests/s)", "in time (%)", "goodput (requests/s)"},
 }
 LABELS["goodput-simulated"] = LABELS["goodput"]
 

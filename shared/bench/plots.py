@@ -398,7 +398,7 @@ def paint_goodput(
     left.set_ylim(0, 104)
     right.set_ylim(0)
     left.set_ylabel("in time (%)")
-    right.set_ylabel("goodput: in time (requests/s)")
+    right.set_ylabel("goodput (requests/s)")
     for axes in (left, right):
         axes.set_xlim(0)
         axes.set_xlabel("arrivals (requests/s)")
