@@ -546,6 +546,14 @@ def test_a_measured_table_says_where_and_when() -> None:
     assert "1,234" in html and "longest gap (ms)" in html
 
 
+def test_a_ratio_is_of_two_medians() -> None:
+    row = RESULTS["rows"][0] | {"name": "stage 03", "values": {"gap_max": {"median": 2469.0}}}
+    results = RESULTS | {"rows": [*RESULTS["rows"], row]}
+    assert docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 04") == "2.00"
+    with pytest.raises(docs_bench.DocsError, match="stage 05"):
+        docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 05")
+
+
 def test_pictures_of_measurements_say_where_and_when() -> None:
     words = docs_macros.read_data("words")["results"]
     times = [0.1 * i for i in range(-3, 9)]

@@ -76,6 +76,12 @@ def pick(results: Mapping[str, Any], table: str, rows: Sequence[str] = ()) -> li
     return [row for row in found if not rows or row["name"] in rows]
 
 
+def ratio(results: Mapping[str, Any], table: str, column: str, row: str, other: str) -> str:
+    """How many times the one row's median is the other's."""
+    one, two = (pick(results, table, [name])[0]["values"] for name in (row, other))
+    return number(one[column]["median"] / two[column]["median"])
+
+
 def results_table(
     results: Mapping[str, Any],
     table: str,

@@ -89,6 +89,11 @@ def define_env(env: Any) -> None:
         )
 
     @env.macro
+    def measured_ratio(name: str, table: str, column: str, row: str, other: str) -> str:
+        """One measured number in a sentence: `row` over `other`."""
+        return measured(name, "", lambda r: docs_bench.ratio(r, table, column, row, other))
+
+    @env.macro
     def measured_stall(name: str, rows: Any = ("stage 03", "stage 04"), caption: str = "") -> str:
         """The tokens of the streams as they came, from the raw data of one round."""
         said = words()["results"]
