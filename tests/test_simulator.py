@@ -312,6 +312,19 @@ def test_a_prefix_aware_router_goes_where_the_prompt_is() -> None:
     assert sent == [["a", "a again"], ["b", "b again"], ["new"]]
 
 
+def test_a_step_that_has_not_ended_counts_as_load() -> None:
+    requests = (
+        request("a", 21, at=0, max_tokens=1, first=5),
+        request("b", 41, at=0, max_tokens=1, first=6),
+        request("a again", 21, at=100, max_tokens=1, first=5),  # computes one token, until 102
+        request("new", 21, at=100.5, max_tokens=1, first=7),
+    )
+    engines = [simulated(3), simulated(3)]
+    run_fleet(engines, Workload("r", requests), prefix_aware())
+    sent = [[s.slices[0][0] for s in e.trace.steps] for e in engines]
+    assert sent == [["a", "a again"], ["b", "new"]]  # though the first one's cache is emptier
+
+
 def test_a_prefix_is_not_worth_any_queue() -> None:
     requests = Workload("r", tuple(request(str(i), 21, at=30.0 * (i > 0)) for i in range(5)))
     engines = [simulated(3), simulated(3)]
