@@ -244,8 +244,10 @@ def block_table(name: str, table: Sequence[int], num_tokens: int, block_size: in
     _plain(axis, WIDTH - 24, 140)
     for i, block in enumerate(table):
         used = min(block_size, num_tokens - i * block_size)
-        _box(axis, i * wide, 18, wide - 3, 30, "free")
-        _box(axis, i * wide, 18, (wide - 3) * used / block_size, 30, colour, f"{i}")
+        filled = (wide - 3) * used / block_size
+        fits = filled > 24
+        _box(axis, i * wide, 18, wide - 3, 30, "free", "" if fits else str(i))
+        _box(axis, i * wide, 18, filled, 30, colour, str(i) if fits else "")
         ends = f"tokens {i * block_size}–{i * block_size + used - 1}"
         axis.text(i * wide, 10, ends if wide > 90 else f"{i * block_size}", size=SMALL, va="center")
         x = [(i + 0.5) * wide - 1.5, (block + 0.5) * cell - 1]
@@ -512,9 +514,9 @@ def lines(
         for one in (axis.xaxis, axis.yaxis):
             one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             one.set_minor_formatter(NullFormatter())
-        axis.set_xticks(list(x))
     else:
         axis.set_ylim(bottom=0)
+    axis.set_xticks(list(x), [f"{value:g}" for value in x])
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
     axis.grid(axis="y")
