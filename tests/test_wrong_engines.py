@@ -8,7 +8,9 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,26 +76,43 @@ WRONG = {
 }
 
 
-def run_tests(engine: Path, words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "stages/04_chunked_prefill/test_chunked_prefill.py"]
-    options = ["--engine", str(engine), "-x", "-q", "-k", words, "-p", "no:cacheprovider"]
-    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """The tests of every wrong copy, all at once: most of their time is importing."""
+    started = {}
+    for fault, (name, right, wrong, words, _) in WRONG.items():
+        copy = tmp_path_factory.mktemp("wrong") / "my_stage"
+        shutil.copytree(STAGE, copy, ignore=shutil.ignore_patterns("test_*", "__pycache__"))
+        source = (copy / name).read_text(encoding="utf-8")
+        assert source.count(right) == 1, f"{name} has no longer what is broken here"
+        (copy / name).write_text(source.replace(right, wrong), encoding="utf-8")
+        # The kernels of a new folder would be compiled first, which takes longer than the tests.
+        config = (copy / "config.py").read_text(encoding="utf-8")
+        config = config.replace(
+            'attention_backend: str = "auto"', 'attention_backend: str = "gather"'
+        )
+        (copy / "config.py").write_text(config, encoding="utf-8")
+        tests = "stages/04_chunked_prefill/test_chunked_prefill.py"
+        options = ["--engine", str(copy), "-x", "-q", "-k", words, "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", tests, *options]
+        started[fault] = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_engine_is_told_what_is_wrong(tmp_path: Path, fault: str) -> None:
-    name, right, wrong, words, said = WRONG[fault]
-    copy = tmp_path / "my_stage"
-    shutil.copytree(STAGE, copy, ignore=shutil.ignore_patterns("test_*", "__pycache__"))
-    source = (copy / name).read_text(encoding="utf-8")
-    assert source.count(right) == 1, f"{name} has no longer what is broken here"
-    (copy / name).write_text(source.replace(right, wrong), encoding="utf-8")
-    done = run_tests(copy, words)
-    message = " ".join(done.stdout.replace("\nE  ", " ").split())
-    assert done.returncode == 1, done.stdout + done.stderr
+def test_a_wrong_engine_is_told_what_is_wrong(runs: dict[str, Any], fault: str) -> None:
+    said = WRONG[fault][-1]
+    printed, _ = runs[fault].communicate(timeout=300)
+    message = " ".join(printed.replace("\nE  ", " ").split())
+    assert runs[fault].returncode == 1, printed
     missing = [part for part in said if " ".join(part.split()) not in message]
-    assert not missing, f"{fault}: the failure does not say {missing}:\n{done.stdout}"
+    assert not missing, f"{fault}: the failure does not say {missing}:\n{printed}"
 
 
 def headings(chapter: str) -> list[str]:
