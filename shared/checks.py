@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from typing import Any
+
+MOST = 2**31 - 1  # block tables and kernels count in 32 bits
 
 
 def check_options(options: Any, shares: tuple[str, ...] = ()) -> None:
     """Check every field of a dataclass of options by its annotation.
 
-    An `int` must be at least 1 and a `float` above 0; a field whose default is None may be None.
+    An `int` must be from 1 to `MOST` and a `float` above 0; a field whose default is None may be
+    None.
 
     Args:
         shares: names of fields that may not exceed 1.
@@ -22,11 +25,22 @@ def check_options(options: Any, shares: tuple[str, ...] = ()) -> None:
         name, kind, value = field.name, str(field.type).split()[0], getattr(options, field.name)
         if value is None and field.default is None:
             continue
-        if kind == "int" and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if kind == "float" and (type(value) not in (int, float) or not 0 < value < math.inf):
-            raise ValueError(f"{name} must be a number above 0, got {value!r}")
+        if kind == "int" and (type(value) is not int or not 1 <= value <= MOST):
+            raise ValueError(f"{name} must be an integer from 1 to {MOST}, got {value!r}")
+        is_number = type(value) in (int, float) and 0 < value <= sys.float_info.max
+        if kind == "float" and not is_number:
+            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
         if kind in ("bool", "str") and type(value).__name__ != kind:
             raise ValueError(f"{name} must be a {kind}, got {value!r}")
         if name in shares and value > 1:
             raise ValueError(f"{name} is a share and must be at most 1, got {value}")
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raise TypeError if `text` is no string, ValueError if it has half of a surrogate pair."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error.reason}, got {text!a}") from error

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import io
 import logging
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from .live import LiveAnswers
+from .program import finish
 from .prompts import chat_prompt
 from .sampling_params import SamplingParams
 
@@ -54,19 +55,15 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
         config_class(**options)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    try:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what it cannot show
+
+    def program() -> int:
         args.prompts = [sys.stdin.read() if p == "-" else p for p in args.prompts]
         engine = engine_class(args.model, device=args.device, dtype=args.dtype, **options)
         return run(engine, args, params)
-    except KeyboardInterrupt:
-        print("\naborted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    return finish(program)
 
 
 def run(engine: Any, args: argparse.Namespace, params: SamplingParams) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from .program import finish
 from .sampling_params import SamplingParams
 from .stages import STAGES, load_stage
 
@@ -41,19 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = build_parser()
     args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except OutOfRange as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+
+    def program() -> int:
+        try:
+            return run(args)
+        except OutOfRange as error:
+            parser.error(str(error))
+
+    return finish(program)
 
 
 def build_parser() -> argparse.ArgumentParser:

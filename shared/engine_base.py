@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .checks import check_text
 from .outputs import Request, RequestOutput, SampledToken
 from .prompts import encode, eos_token_ids
 from .sampling_params import SamplingParams
@@ -34,6 +35,10 @@ class EngineBase:
     _advance: Callable[[], None]
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
+        if not hasattr(model, "config"):
+            raise TypeError(
+                f"an engine needs a loaded (model, tokenizer) pair, got model {model!r}"
+            )
         self.tokenizer = tokenizer
         self.trace = Trace(max_steps=10_000)
         self._vocab_size = model.config.get_text_config().vocab_size
@@ -71,11 +76,10 @@ class EngineBase:
         max_tokens = check(len(prompt_token_ids), params.max_tokens)
         if request_id is None:
             request_id = next(i for i in map(str, self._ids) if i not in self._requests)
-        elif not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, got {request_id!r}")
-        elif request_id in self._requests:
+        check_text("request_id", request_id)
+        if request_id in self._requests:
             raise ValueError(f"request_id {request_id!r} is in use by a request that still runs")
-        self._requests[request_id] = Request(
+        request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             params=params,
@@ -84,7 +88,15 @@ class EngineBase:
             max_tokens=max_tokens,
             arrival_time=arrival_time,
         )
-        return self._requests[request_id]
+        num_stops = sum(t < self._vocab_size for t in request.stop_token_ids)
+        if params.min_tokens and num_stops == self._vocab_size:
+            raise ValueError("min_tokens leaves no token: all of the vocabulary are stop tokens")
+        self._requests[request_id] = request
+        return request
+
+    def _check_salt(self, cache_salt: str) -> None:
+        """Raise TypeError or ValueError for a `cache_salt` of which no hash can be made."""
+        check_text("cache_salt", cache_salt)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now, in whatever state it is. False if there is no such live request.
@@ -172,13 +184,16 @@ class EngineBase:
             use_tqdm: show a progress bar.
 
         Raises:
-            ValueError: a prompt is refused; none has started then.
+            TypeError, ValueError: a prompt is refused; none has started then.
         """
+        if not isinstance(prompts, (str, list, tuple)):
+            kind = type(prompts).__name__  # type: ignore[unreachable]
+            raise TypeError(f"prompts are text, token ids, or a list of either, got {kind}")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         each: list[Any] = [sampling_params] * len(prompts)
-        if isinstance(sampling_params, list):
-            each = sampling_params
+        if isinstance(sampling_params, (list, tuple)):
+            each = list(sampling_params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
 

@@ -25,7 +25,7 @@ def bytes_per_block(shape: ModelShape, block_size: int) -> int:
 
 
 def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None]) -> int:
-    """As many blocks as fit in memory, at most what all seats together could fill.
+    """`config.num_blocks`, or as many as fit in memory and all seats together could fill.
 
     Args:
         config: a stage's `EngineConfig` with its `max_model_len` known.
@@ -33,18 +33,26 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
             that it takes at its peak is not there for the cache.
 
     Raises:
-        ValueError: there is no room for one block.
+        ValueError: there is no room for one block, or never for so many.
     """
+    block_bytes = bytes_per_block(shape, config.block_size)
+    if config.num_blocks:
+        total = _total_memory(shape.device)
+        if config.num_blocks * block_bytes > total:
+            raise ValueError(
+                f"num_blocks {config.num_blocks} with block_size {config.block_size} take "
+                f"{config.num_blocks * block_bytes} bytes; {shape.device} has {total}"
+            )
+        return config.num_blocks
     share = config.memory_utilization or DEFAULT_UTILIZATION[shape.device.type]
     if shape.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(shape.device)
         profile()
         peak = torch.cuda.max_memory_allocated(shape.device)
         torch.cuda.empty_cache()
-        budget = int(torch.cuda.mem_get_info(shape.device)[1] * share) - peak
+        budget = int(_total_memory(shape.device) * share) - peak
     else:
         budget = int(psutil.virtual_memory().available * share)
-    block_bytes = bytes_per_block(shape, config.block_size)
     useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
     num_blocks = min(useful, budget // block_bytes)
     if num_blocks < 1:
@@ -55,3 +63,10 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
         *(100 * share, budget / 2**30),
     )
     return num_blocks
+
+
+def _total_memory(device: torch.device) -> int:
+    """Bytes, whether they are in use or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total

@@ -7,6 +7,7 @@ Knows nothing about engines, caches or attention: a stage sets its own attention
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(
-    name: str = "smollm2",
+    name: str | Path | tuple[Any, Any] = "smollm2",
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     pack_linears: bool = True,
@@ -55,15 +56,23 @@ def load_model(
             "random:NAME": the real shape of a model in `shared/configs` with random weights and the
             tiny tokenizer, to measure speed without a download;
             a local folder or `.gguf` file, or a name on the Hugging Face hub. Weights are read from
-            safetensors only, and no code from the hub is run.
+            safetensors only, and no code from the hub is run. A loaded `(model, tokenizer)` pair is
+            returned as it is.
         device: a torch device, or "auto": CUDA where there is one, else the CPU.
         dtype: "float32", "bfloat16", "float16", a torch dtype, or "auto" (see `resolve_dtype`).
         pack_linears: on the CPU in float32, pack the linear layers for oneDNN. It speeds decoding
             up; afterwards the model cannot be saved or moved.
 
     Raises:
+        TypeError: `name` is neither a name nor a pair.
         ValueError: unknown name, device or dtype; a model that cannot be read.
     """
+    if isinstance(name, (tuple, list)) and len(name) == 2:
+        return LoadedModel(*name)
+    if isinstance(name, Path):
+        name = str(name.expanduser().absolute())
+    if not isinstance(name, str):
+        raise TypeError(f"a model is a name, a path or a (model, tokenizer) pair, got {name!r}")
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     kind, _, rest = name.partition(":")
@@ -101,12 +110,15 @@ def config_names() -> list[str]:
 
 def resolve_device(device: str | torch.device) -> torch.device:
     """The device that `device` names; "auto" is CUDA where there is one, else the CPU."""
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = device
     try:
         device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f'no device {device!r}; say "auto", "cpu", "cuda" or "cuda:1"') from error
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'no device {name!r}; say "auto", "cpu", "cuda" or "cuda:1"') from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f'no engine for device {name!r}; say "auto", "cpu", "cuda" or "cuda:1"')
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r}: this torch finds no CUDA device")
     return device
@@ -136,25 +148,49 @@ def _from_pretrained(source: str | Path, device: torch.device, dtype: torch.dtyp
     options: dict[str, Any] = {"trust_remote_code": False}
     # The device map puts each weight where it belongs as it is read: no copy of all on the CPU.
     weights: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "device_map": {"": device}}
-    place = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
-    if place.startswith((".", "/")) and not Path(place).exists():
+    name = str(source)
+    place = os.path.expanduser(name)
+    if name.startswith((".", "/", "~")) and not os.path.exists(place):
         raise ValueError(f"cannot load model: no such file or folder: {place}")
     if place.endswith(".gguf"):
-        if not Path(place).is_file():
+        if not os.path.isfile(place):
             raise ValueError(f"cannot load model: no such file: {place}")
-        options["gguf_file"] = Path(place).name
-        place = str(Path(place).parent)
+        place, options["gguf_file"] = os.path.split(os.path.abspath(place))
         weights.pop("use_safetensors")
+    elif os.path.isdir(place):
+        if not os.path.isfile(os.path.join(place, "config.json")):
+            raise ValueError(_unknown(name, "there is no config.json in this folder"))
+    elif not os.path.exists(place):
+        options["local_files_only"] = not _hub_answers(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model = AutoModelForCausalLM.from_pretrained(place, **weights, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(_unknown(str(source), error)) from error
+        model, found = AutoModelForCausalLM.from_pretrained(
+            place, **weights, **options, output_loading_info=True
+        )
+    except Exception as error:  # broken files raise whatever the library that reads them does
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(_unknown(name, reason or type(error).__name__)) from error
+    if missing := sorted(found["missing_keys"]):  # they would be random numbers
+        reason = f"{len(missing)} weights are not in its files: {', '.join(missing[:3])}"
+        raise ValueError(_unknown(name, reason))
     return LoadedModel(model.requires_grad_(False).eval(), tokenizer)
 
 
-def _unknown(name: str, error: Exception) -> str:
-    reason = str(error).strip().split("\n")[0]
+def _hub_answers(name: str) -> bool:
+    """Whether to ask the hub for a model. Its own client would ask for a minute, with retries."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except (HfHubHTTPError, ValueError):  # there is no such model, which the loading will tell
+        return True
+    except Exception:  # no connection
+        return False
+    return True
+
+
+def _unknown(name: str, reason: str) -> str:
     return (
         f"cannot load model {name!r}: {reason} (a model is smollm2, tiny, tiny:ARCH with ARCH of "
         f"{', '.join(ARCHITECTURES)}, random:NAME with NAME of {', '.join(config_names())}, "

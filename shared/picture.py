@@ -9,6 +9,7 @@ Knows matplotlib; no results, no stages.
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+
+from . import files
 
 WIDTH = 6.6  # inches; letters of 10 points are then still letters on a phone
 DPI = 200
@@ -101,7 +104,10 @@ def draw(
         ).convert("RGB")
     info = PngInfo()
     info.add_text("Description", caption)
-    pixels.quantize(PALETTE, dither=Image.Dither.NONE).save(path, optimize=True, pnginfo=info)
+    png = io.BytesIO()
+    pixels = pixels.quantize(PALETTE, dither=Image.Dither.NONE)
+    pixels.save(png, "PNG", optimize=True, pnginfo=info)
+    files.save(path, png.getvalue())
 
 
 def _look(theme: Theme) -> dict[str, Any]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from .checks import check_text
+
 
 def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int) -> list[int]:
     """Token ids of a prompt given as text or as token ids.
 
     Raises:
         TypeError: the prompt is neither, or it is text and there is no tokenizer.
-        ValueError: a token id lies outside `0 .. vocab_size - 1`, or nothing is left of the text.
+        ValueError: a token id lies outside `0 .. vocab_size - 1`, or the text is empty or broken.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise TypeError("a text prompt needs a tokenizer; this engine has none: pass token ids")
+        check_text("the prompt", prompt)
         token_ids = tokenizer.encode(prompt)
     elif isinstance(prompt, (list, tuple)):
         token_ids = list(prompt)
@@ -45,6 +48,7 @@ def chat_prompt(tokenizer: Any, messages: str | list[dict[str, str]]) -> str | l
             return messages
         messages = [{"role": "user", "content": messages}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    check_text("the prompt", text)
     return tokenizer.encode(text, add_special_tokens=False)  # the template brings its own
 
 

@@ -238,6 +238,7 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
         candidates = probs[rows].topk(num_candidates, dim=-1).values
         mass = candidates.cumsum(dim=-1)
         num_kept = (mass - candidates < top_p[rows]).sum(dim=-1, keepdim=True)
+        num_kept.clamp_min_(1)  # a top_p below the smallest float32 is 0 here
         least[rows] = candidates.gather(1, num_kept - 1)
         if num_candidates == vocab_size:
             break

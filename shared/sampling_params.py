@@ -31,8 +31,8 @@ class SamplingParams:
     top_p: keep the likeliest tokens that together hold at least this mass, in (0, 1]. Tokens as
         likely as the last one that top_k or top_p keeps are kept with it.
     min_p: keep tokens at least this fraction as likely as the likeliest one, in [0, 1].
-    repetition_penalty: over 0; divides positive and multiplies negative logits of every token
-        that is in the prompt or in the output.
+    repetition_penalty: from 1e-6 to 1e6; divides positive and multiplies negative logits of every
+        token that is in the prompt or in the output.
     presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that is
         in the output, once, or once for each time.
     seed: makes the request's output depend on this request alone, not on its batch.
@@ -80,8 +80,10 @@ class SamplingParams:
             raise ValueError(f"top_p must be over 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
-        if self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be over 0, got {self.repetition_penalty}")
+        if not 1e-6 <= self.repetition_penalty <= 1e6:  # beyond, a float32 logit could overflow
+            raise ValueError(
+                f"repetition_penalty must be from 1e-6 to 1e6, got {self.repetition_penalty}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"{name} must be from -2 to 2, got {getattr(self, name)}")
@@ -130,9 +132,13 @@ def _number(name: str, value: object) -> float:
     # bool is an int in Python, but `temperature=True` is a mistake.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def _integer(name: str, value: object, least: int, most: int | None = None) -> None:

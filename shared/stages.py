@@ -22,6 +22,6 @@ def load_stage(number: int) -> ModuleType:
     Raises:
         ValueError: there is no such stage.
     """
-    if number not in STAGES:
+    if type(number) is not int or number not in STAGES:
         raise ValueError(f"there is no stage {number!r}; there are {', '.join(map(str, STAGES))}")
     return importlib.import_module(f"stages.{STAGES[number]}")

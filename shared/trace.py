@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import files
+
 FORMAT = "mini-vllm-trace"
 VERSION = 1
 
@@ -61,15 +63,15 @@ class Trace:
     """
 
     def __init__(self, max_steps: int | None = None, record_blocks: bool = False):
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
+        if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+            raise ValueError(f"max_steps must be an integer of 1 or more, got {max_steps!r}")
         self.max_steps = max_steps
         self.record_blocks = record_blocks
         self.steps: list[StepRecord] = []
 
     def add(self, record: StepRecord) -> None:
         """Take the next step. Raises ValueError if it starts before the last one ended."""
-        if record.end < record.start:
+        if not record.start <= record.end:
             raise ValueError(
                 f"step {record.index} ends at {record.end}, before its start at {record.start}"
             )
@@ -96,15 +98,14 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read what `save` wrote. Raises ValueError if it is something else."""
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a {FORMAT} file")
-        if content.get("version") != VERSION:
-            raise ValueError(f"{path} has version {content.get('version')}, expected {VERSION}")
+        content = files.load_json(path, FORMAT, VERSION)
         trace = cls()
-        for step in content["steps"]:
-            step["slices"] = [tuple(one) for one in step["slices"]]
-            trace.add(StepRecord(**step))
+        try:
+            for step in content["steps"]:
+                step["slices"] = [tuple(one) for one in step["slices"]]
+                trace.add(StepRecord(**step))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} has a step that is none: {error}") from error
         trace.record_blocks = any(step.block_tables is not None for step in trace.steps)
         return trace
 
@@ -194,7 +195,7 @@ def _since(origin: float, time: float) -> float:
 
 
 def _write(path: str | Path, content: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    files.save(path, json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":  # `python -m shared.trace record`

@@ -45,6 +45,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from . import files
+from .program import finish
 from .stages import load_stage
 from .trace import StepRecord, Trace
 
@@ -245,11 +247,7 @@ def pools(content: dict[str, Any]) -> Iterator[Pool]:
 
 def load(path: str | Path) -> dict[str, Any]:
     """Read a file. Raises ValueError if it is something else, or if its pools do not add up."""
-    content = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a {FORMAT} file")
-    if content["version"] != VERSION:
-        raise ValueError(f"{path} has version {content['version']}, expected {VERSION}")
+    content = files.load_json(path, FORMAT, VERSION)
     for _ in pools(content):
         pass
     return content
@@ -264,7 +262,7 @@ def save(path: Path, content: dict[str, Any]) -> None:
     text = f'{json.dumps(rest, indent=1)[:-2]},\n "steps": [\n{steps}\n]}}\n'
     if len(text.encode()) > MAX_BYTES:
         raise ValueError(f"{path}: {len(text.encode()):,} bytes, allowed are {MAX_BYTES:,}")
-    path.write_text(text, encoding="utf-8")
+    files.save(path, text)
 
 
 def make_engine(model: Any, traffic: str, stage: int, chunk_size: int | None) -> Any:
@@ -300,6 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.names:
         if name not in RECORDINGS:
             parser.error(f"there is no recording {name!r}; there are {', '.join(RECORDINGS)}")
+    return finish(lambda: record_all(args))
+
+
+def record_all(args: argparse.Namespace) -> int:
+    """Record what the command line says; returns 0."""
     args.out.mkdir(parents=True, exist_ok=True)
 
     from .bench.results import machine_facts

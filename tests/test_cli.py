@@ -218,7 +218,7 @@ def test_ctrl_c(
 ) -> None:
     monkeypatch.setattr(Broken, "error", KeyboardInterrupt())
     assert call(*prompts, engine_class=Broken) == 130
-    assert "aborted" in capsys.readouterr().err
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_waiting_for_stdin(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_a_reader_that_goes_away() -> None:
 
 def test_ctrl_c_for_the_program() -> None:
     code, said = interrupted(lambda program: program.send_signal(signal.SIGINT))
-    assert (code, said.strip()) == (130, "aborted")
+    assert (code, said.strip()) == (130, "interrupted")
 
 
 def test_the_program_reads_a_pipe() -> None:

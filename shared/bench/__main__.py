@@ -13,6 +13,8 @@ from types import ModuleType
 from rich.console import Console
 from rich.logging import RichHandler
 
+from shared.program import finish
+
 from . import options
 from .results import Report
 from .session import Session
@@ -53,14 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     quiet_libraries()
     module = modules[args.name]
-    try:
+
+    def program() -> int:
         if hasattr(module, "main"):
             return module.main(args, console)
         return measure(module, args, console, options.clean_command(argv))
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        logging.getLogger(__name__).debug("failed", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+
+    return finish(program, usage_errors=ValueError)
 
 
 def measure(module: ModuleType, args: argparse.Namespace, console: Console, command: str) -> int:

@@ -24,7 +24,6 @@ import os
 import platform
 import statistics
 import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -35,6 +34,8 @@ import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from shared import files
 
 from .metrics import MEASURES, Measure
 
@@ -183,12 +184,7 @@ class Report:
         """Write `folder/NAME.json`, at once or not at all; returns its path."""
         path = Path(folder) / f"{self.benchmark}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(layout(self.content()))
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        files.save(path, layout(self.content()))
         return path
 
     def print(self, console: Console) -> None:
@@ -373,12 +369,4 @@ def git_commit() -> str | None:
 
 def load(path: str | Path) -> dict[str, Any]:
     """Read what `Report.save` wrote. Raises ValueError if it is something else."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a {FORMAT} file")
-    if content.get("version") != VERSION:
-        raise ValueError(f"{path} has version {content.get('version')}, expected {VERSION}")
-    return content
+    return files.load_json(path, FORMAT, VERSION)

@@ -36,8 +36,7 @@ class LLMEngine(EngineBase):
 
     def __init__(self, model="smollm2", *, device="auto", dtype="auto", **options) -> None:
         config = EngineConfig(**options)
-        if isinstance(model, str):
-            model = load_model(model, device=device, dtype=dtype)
+        model = load_model(model, device=device, dtype=dtype)
         super().__init__(*model)
         self.model_runner = ModelRunner(model[0], config)
         self.config = config = self.model_runner.config

@@ -32,7 +32,7 @@ class ModelRunner:
         self.model = model
         self.shape = inspect_model(model, config.max_model_len)
         self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
-        num_blocks = config.num_blocks or choose_num_blocks(self.shape, self.config, self._profile)
+        num_blocks = choose_num_blocks(self.shape, self.config, self._profile)
         self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
 

@@ -36,8 +36,7 @@ class LLMEngine(EngineBase):
 
     def __init__(self, model="smollm2", *, device="auto", dtype="auto", **options) -> None:
         config = EngineConfig(**options)
-        if isinstance(model, str):
-            model = load_model(model, device=device, dtype=dtype)
+        model = load_model(model, device=device, dtype=dtype)
         super().__init__(*model)
         self.model_runner = ModelRunner(model[0], config)
         self.config = config = self.model_runner.config
@@ -57,6 +56,7 @@ class LLMEngine(EngineBase):
         Raises ValueError if the prompt is empty, has an id outside the vocabulary or can never fit,
         or if `request_id` names a live request. Nothing has changed then.
         """
+        self._check_salt(cache_salt)
         request = self._new_request(prompt, sampling_params, request_id, self.scheduler.check)
         request_id = request.request_id
         sequence = Sequence(request_id, request.prompt_token_ids, request.max_tokens, cache_salt)

@@ -36,7 +36,7 @@ class ModelRunner:
         self.kernels = load_kernels(__package__, config.attention_backend, self.shape)
         self.graphs: DecodeGraphs | None = None
         self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
-        num_blocks = config.num_blocks or choose_num_blocks(self.shape, self.config, self._profile)
+        num_blocks = choose_num_blocks(self.shape, self.config, self._profile)
         self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
         if getattr(self.kernels, "CUDA_GRAPHS", False) and not config.enforce_eager:

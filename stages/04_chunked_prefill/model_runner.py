@@ -40,7 +40,7 @@ class ModelRunner:
         chunk_size = config.max_prefill_chunk_size or CHUNK_SIZES[self.shape.device.type]
         config = dataclasses.replace(config, max_prefill_chunk_size=chunk_size)
         self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
-        num_blocks = config.num_blocks or choose_num_blocks(self.shape, self.config, self._profile)
+        num_blocks = choose_num_blocks(self.shape, self.config, self._profile)
         self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
         if getattr(self.kernels, "CUDA_GRAPHS", False) and not config.enforce_eager:

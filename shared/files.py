@@ -1,0 +1,51 @@
+"""Files that are written whole or not at all, and read with one clear error. Knows no content."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def save(path: str | Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8. If that fails, what was there before stays.
+
+    Raises:
+        OSError: the folder is missing or cannot be written, or the disk is full.
+    """
+    path = Path(path).resolve()
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # /dev/null, or a folder, which says so
+        path.write_bytes(data)
+        return
+    try:
+        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    except OSError as error:  # it names the part, which nobody asked for
+        raise type(error)(error.errno, error.strerror, str(path)) from None
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def load_json(path: str | Path, format: str, version: int) -> dict[str, Any]:
+    """An object that says it has this format and version.
+
+    Raises:
+        ValueError: the file cannot be read, or is something else.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != format:
+        raise ValueError(f"{path} is not a {format} file")
+    if content.get("version") != version:
+        raise ValueError(f"{path} has version {content.get('version')}, expected {version}")
+    return content
