@@ -121,3 +121,18 @@ def test_abort_forgets_prefilling(chunking: ModuleType, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(scheduler, "finish", forgetful)
     must_fail(chunking, CHUNKS, "the pool has|blocks are free|deadlock")
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_B6_lookup_stops_at_the_first_miss(number: int) -> None:
+    """Whole engines evict a child before its parent, so only the block manager alone can show it:
+    what is found behind a miss would be attended to at the wrong position."""
+    stage = load_stage(number)
+    manager = module(stage, "block_manager").BlockManager(num_blocks=8, block_size=4)
+    chain = module(stage, "sequence").Sequence("chain", list(range(9)), max_tokens=1)
+    manager.allocate(chain, 9)
+    chain.cached_token_count = 9
+    manager.publish(chain, 0)
+    assert manager.find_prefix(chain) == tuple(chain.block_table[:2])
+    manager._forget(chain.block_table[0])
+    assert manager.find_prefix(chain) == ()

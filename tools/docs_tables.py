@@ -186,7 +186,7 @@ def reordered(order: str) -> Any:
     room = example.rooms(4).scheduler
     scope: dict[str, Any] = dict(vars(room))
     source = ast.parse("class Scheduler(Scheduler):\n" + "\n".join(body))
-    exec(compile(source, f"{path}, order {order}", "exec"), scope)
+    exec(compile(source, f"<{path}, order {order}>", "exec"), scope)
     return scope["Scheduler"]
 
 
