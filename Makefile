@@ -35,7 +35,7 @@ start: $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my
 	@$(PY) tools/start.py "$(STAGE)" "$(DIR)"
 
 test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
-	@$(PY) -m pytest --cov --cov-fail-under=0 $(ARGS)
+	@$(PY) -m pytest --cov $(ARGS)
 
 fast-test: $(STAMP)test ## the tests that need neither much time nor the model's weights
 	@$(PY) -m pytest -m "not slow and not model" $(ARGS)
