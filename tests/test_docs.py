@@ -549,9 +549,23 @@ def test_a_measured_table_says_where_and_when() -> None:
 def test_a_ratio_is_of_two_medians() -> None:
     row = RESULTS["rows"][0] | {"name": "stage 03", "values": {"gap_max": {"median": 2469.0}}}
     results = RESULTS | {"rows": [*RESULTS["rows"], row]}
-    assert docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 04") == "2.00"
+    assert docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 04") == "2.0"
     with pytest.raises(docs_bench.DocsError, match="stage 05"):
         docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 05")
+
+
+def test_rows_are_chosen_by_their_parameters() -> None:
+    values = {"gap_max": {"median": 7.0, "min": 7, "max": 7, "rounds": [7]}}
+    row = RESULTS["rows"][0] | {"params": {"chunk": 1024}, "values": values}
+    results = RESULTS | {"rows": [*RESULTS["rows"], row]}
+    assert docs_bench.median(results, "stall", "gap_max", "stage 04", {"chunk": 1024}) == 7
+    words = docs_macros.read_data("words")["results"]
+    both = docs_bench.results_table(results, "stall", ["gap_max"], words)
+    assert "<td>1,024</td>" in both and "stage 04" not in both.partition("<figcaption>")[0]
+    one = docs_bench.results_table(results, "stall", ["gap_max"], words, where={"chunk": 256})
+    assert "1,234" in one and "1,024" not in one and "chunk" not in one
+    with pytest.raises(DocsError, match="no row with {'chunk': 1}"):
+        docs_bench.pick(results, "stall", where={"chunk": 1})
 
 
 def test_pictures_of_measurements_say_where_and_when() -> None:

@@ -23,6 +23,7 @@ from tools.docs_svg import Canvas
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "assets" / "bench"
 FORMAT, VERSION = "mini-vllm-bench", 1
+NOWHERE: Mapping[str, Any] = {}
 
 
 def load(name: str, folder: Path = FOLDER) -> dict[str, Any]:
@@ -62,24 +63,53 @@ def number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
-def pick(results: Mapping[str, Any], table: str, rows: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The rows of one table, all or the named ones. Raises DocsError if one is missing."""
+def pick(
+    results: Mapping[str, Any],
+    table: str,
+    rows: Sequence[str] = (),
+    where: Mapping[str, Any] = NOWHERE,
+) -> list[dict[str, Any]]:
+    """The rows of one table: all, or the named ones, with the parameters `where`.
+
+    Raises DocsError if there is no such table or row.
+    """
     found = [row for row in results["rows"] if row["table"] == table]
     if not found:
         tables = dict.fromkeys(row["table"] for row in results["rows"])
         raise DocsError(
             f"{results['benchmark']}: no table {table!r}, there are {', '.join(tables)}"
         )
+    found = [row for row in found if where.items() <= row["params"].items()]
+    if not found:
+        raise DocsError(f"{results['benchmark']}, {table}: no row with {dict(where)}")
     missing = set(rows) - {row["name"] for row in found}
     if missing:
         raise DocsError(f"{results['benchmark']}, {table}: no rows {sorted(missing)}")
     return [row for row in found if not rows or row["name"] in rows]
 
 
-def ratio(results: Mapping[str, Any], table: str, column: str, row: str, other: str) -> str:
-    """How many times the one row's median is the other's."""
-    one, two = (pick(results, table, [name])[0]["values"] for name in (row, other))
-    return number(one[column]["median"] / two[column]["median"])
+def median(
+    results: Mapping[str, Any],
+    table: str,
+    column: str,
+    row: str,
+    where: Mapping[str, Any] = NOWHERE,
+) -> float:
+    """One number of a table."""
+    return float(pick(results, table, [row], where)[0]["values"][column]["median"])
+
+
+def ratio(
+    results: Mapping[str, Any],
+    table: str,
+    column: str,
+    row: str,
+    other: str,
+    where: Mapping[str, Any] = NOWHERE,
+) -> str:
+    """How many times the one row's median is the other's, with one decimal."""
+    one, two = (median(results, table, column, name, where) for name in (row, other))
+    return f"{one / two:.1f}"
 
 
 def results_table(
@@ -89,21 +119,27 @@ def results_table(
     words: Mapping[str, str],
     rows: Sequence[str] = (),
     caption: str = "",
+    where: Mapping[str, Any] = NOWHERE,
 ) -> str:
-    """One table of a result file, as HTML in a figure with its provenance."""
-    chosen = pick(results, table, rows)
-    params = list(dict.fromkeys(key for row in chosen for key in row["params"]))
+    """One table of a result file, as HTML in a figure with its provenance.
+
+    What is the same in all its rows has no column: parameters in `where`, and the name of a sweep.
+    """
+    chosen = pick(results, table, rows, where)
+    params = list(dict.fromkeys(key for row in chosen for key in row["params"] if key not in where))
+    named = not params or len({row["name"] for row in chosen}) > 1
     for column in columns:
         if column not in results["columns"]:
             raise DocsError(f"{results['benchmark']}: no column {column!r}")
-    heads = ["", *params]
+    heads = [*([""] if named else []), *params]
     for column in columns:
         measure = results["columns"][column]
         unit = f" ({measure['unit']})" if measure["unit"] else ""
         heads.append(f"{measure['title']}{unit}")
     body = []
     for row in chosen:
-        cells = [escape(row["name"]), *(escape(str(row["params"].get(p, ""))) for p in params)]
+        cells = [escape(row["name"])] if named else []
+        cells += [_param(row["params"].get(p, "")) for p in params]
         for column in columns:
             value = row["values"].get(column)
             cells.append("–" if value is None else number(value["median"]))
@@ -116,6 +152,10 @@ def results_table(
         f"<tbody>{lines}</tbody></table></div></div>"
         f"<figcaption>{caption} {provenance(results, words)}</figcaption></figure>"
     )
+
+
+def _param(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else escape(str(value))
 
 
 # --- pictures ---------------------------------------------------------------------------------

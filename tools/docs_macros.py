@@ -78,20 +78,36 @@ def define_env(env: Any) -> None:
 
     @env.macro
     def results(
-        name: str, table: str, columns: list[str], rows: Any = (), caption: str = ""
+        name: str,
+        table: str,
+        columns: list[str],
+        rows: Any = (),
+        caption: str = "",
+        where: Any = docs_bench.NOWHERE,
     ) -> str:
         """A table of measured numbers, with machine and date."""
         said = words()["results"]
         return measured(
             name,
             caption,
-            lambda r: docs_bench.results_table(r, table, columns, said, rows, caption),
+            lambda r: docs_bench.results_table(r, table, columns, said, rows, caption, where),
         )
 
     @env.macro
-    def measured_ratio(name: str, table: str, column: str, row: str, other: str) -> str:
-        """One measured number in a sentence: `row` over `other`."""
-        return measured(name, "", lambda r: docs_bench.ratio(r, table, column, row, other))
+    def measured_value(name: str, table: str, column: str, row: str, **where: Any) -> str:
+        """One measured number in a sentence."""
+        return measured(
+            name,
+            "",
+            lambda r: docs_bench.number(docs_bench.median(r, table, column, row, where)),
+        )
+
+    @env.macro
+    def measured_ratio(
+        name: str, table: str, column: str, row: str, other: str, **where: Any
+    ) -> str:
+        """Two measured numbers in a sentence: `row` over `other`."""
+        return measured(name, "", lambda r: docs_bench.ratio(r, table, column, row, other, where))
 
     @env.macro
     def measured_stall(name: str, rows: Any = ("stage 03", "stage 04"), caption: str = "") -> str:
