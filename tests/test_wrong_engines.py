@@ -132,6 +132,7 @@ def test_every_test_of_a_stage_has_a_section(file: str) -> None:
         paths = list((ROOT / "tests" / "contract").glob("*.py"))
     else:
         paths = list((ROOT / "stages").glob(f"*/{file}.py"))
+        paths += (ROOT / "tests" / "contract").glob(f"{file.removeprefix('test_')}.py")
     names = [
         line[4:].split("(")[0]
         for path in paths

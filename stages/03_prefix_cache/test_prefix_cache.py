@@ -1,4 +1,8 @@
-"""The prefix cache: what is found, what is not, what is thrown away first."""
+"""The prefix cache: what is found, what is not, what is thrown away first.
+
+Here the block manager alone. Whole engines are in `tests/contract/prefix_cache.py`, since stage 04
+must pass those tests as well.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from shared import SamplingParams
-from tests.contract.helpers import check_tokens, describe, expect, failing, greedy
-
-# ---------------------------------------------------------------- block manager alone
+from tests.contract.helpers import expect
+from tests.contract.prefix_cache import *  # noqa: F403
 
 
 class Pool:
@@ -310,190 +312,6 @@ def test_random_lives_keep_the_invariants(pool: Any) -> None:
     assert hits > 0 and p.manager.num_evictions > 0, "nothing was found, or nothing evicted"
 
 
-# ---------------------------------------------------------------- whole engines
-
-
-def cold(make_engine: Any, prompt: list[int], max_tokens: int) -> list[int]:
-    """The same request alone, on a fresh engine without a cache."""
-    engine = make_engine(enable_prefix_caching=False)
-    return engine.generate([prompt], greedy(max_tokens), use_tqdm=False)[0].token_ids
-
-
-def check_hit(output: Any, num_tokens: int, why: str, engine: Any) -> None:
-    """Assert how many prompt tokens of a request were found in the cache."""
-    expect(
-        output.metrics.num_cached_tokens,
-        num_tokens,
-        f"num_cached_tokens of request {output.request_id!r}, {len(output.prompt_token_ids)} "
-        f"prompt tokens: {why}.",
-        engine,
-    )
-
-
-@pytest.mark.parametrize("length", [4, 8])
-def test_B1_full_hit_on_a_block_boundary(make_engine: Any, length: int) -> None:
-    engine = make_engine()
-    prompt = list(range(10, 10 + length))
-    other = [99, 98, 97]
-    expected = cold(make_engine, prompt, 6)
-    check_tokens(engine.generate([prompt], greedy(6), use_tqdm=False)[0], expected, engine)
-    again, beside = engine.generate([prompt, other], greedy(6), use_tqdm=False)
-    check_tokens(again, expected, engine)
-    check_tokens(beside, cold(make_engine, other, 6), engine)
-    check_hit(again, length - 4, "all is cached, and its last token is computed anyway", engine)
-
-
-def test_B3_an_aborted_twin_is_not_found(make_engine: Any) -> None:
-    engine = make_engine()
-    prompt = list(range(10, 19))
-    engine.abort_request(engine.add_request(prompt, greedy(3)))
-    output = engine.generate([prompt], greedy(3), use_tqdm=False)[0]
-    check_hit(output, 0, "its twin was aborted before anything was computed", engine)
-    check_tokens(output, cold(make_engine, prompt, 3), engine)
-
-
-def test_B3_a_failed_forward_publishes_nothing(make_engine: Any, tiny: Any) -> None:
-    engine = make_engine()
-    prompt = list(range(10, 19))
-    with failing(tiny.model, RuntimeError("no luck")):
-        [failed] = engine.generate([prompt], greedy(3), use_tqdm=False)
-    expect(failed.finish_reason, "error", "how a request ends whose forward raised.", engine)
-    output = engine.generate([prompt], greedy(3), use_tqdm=False)[0]
-    check_hit(output, 0, "the forward of its twin failed, so its blocks are half written", engine)
-    check_tokens(output, cold(make_engine, prompt, 3), engine)
-
-
-def test_B4_twins_and_a_relative(make_engine: Any) -> None:
-    engine = make_engine()
-    twin, relative = list(range(10, 19)), [*range(10, 14), 3, 3, 3, 3, 3]
-    for output in engine.generate([twin, twin, relative], greedy(9), use_tqdm=False):
-        check_tokens(output, cold(make_engine, output.prompt_token_ids, 9), engine)
-    [again] = engine.generate([twin], greedy(9), use_tqdm=False)
-    check_hit(again, 8, "both full blocks of its prompt are cached", engine)
-
-
-def test_B11_a_preempted_request_finds_its_own_blocks(make_engine: Any) -> None:
-    engine = make_engine(num_blocks=9)
-    prompts = [list(range(10, 19)), list(range(30, 39))]
-    outputs = engine.generate(prompts, greedy(9), use_tqdm=False)
-    steps = engine.trace.steps
-    lost = next((step for step in steps if step.preempted), None)
-    assert lost, "9 blocks of 4 hold both requests of 18 tokens? Nobody was preempted."
-    for output in outputs:
-        check_tokens(output, cold(make_engine, output.prompt_token_ids, 9), engine)
-        check_hit(output, 0, "finding its own blocks again is no hit", engine)
-    restart = next(
-        start_pos
-        for step in steps[lost.index :]
-        for request_id, start_pos, _ in step.slices
-        if request_id == lost.preempted[0]
-    )
-    assert restart >= 8, (
-        f"request {lost.preempted[0]!r} was preempted in {describe(lost)}. Its first two blocks "
-        f"were still there: expected that it goes on at token 8 or later, it began at {restart}."
-    )
-
-
-def test_the_budget_is_charged_after_the_lookup(make_engine: Any) -> None:
-    """B12: two prompts of 12 tokens, 8 of them cached, share a step of at most 12 tokens."""
-    engine = make_engine(max_num_batched_tokens=12)
-    base = list(range(10, 18))
-    engine.generate([[*base, 1]], greedy(1), use_tqdm=False)
-    steps = len(engine.trace.steps)
-    engine.generate([[*base, 2, 2, 2, 2], [*base, 3, 3, 3, 3]], greedy(1), use_tqdm=False)
-    expect(
-        [s[1:] for s in engine.trace.steps[steps].slices],
-        [(8, 4), (8, 4)],
-        f"slices (start_pos, num_tokens) of step {steps}, budget 12, two prompts of 12 tokens of "
-        "which 8 are cached: only what is computed counts, so both fit.",
-        engine,
-    )
-
-
-def test_hits_are_counted_once(make_engine: Any) -> None:
-    engine = make_engine()
-    prompt = list(range(10, 22))
-    engine.generate([prompt], greedy(2), use_tqdm=False)
-    output = engine.generate([prompt], greedy(2), use_tqdm=False)[0]
-    stats = engine.stats()
-    check_hit(output, 8, "two of its three blocks; the last token is computed anyway", engine)
-    counts = (stats["prompt_tokens"], stats["hit_tokens"])
-    expect(counts, (24, 8), "prompt_tokens and hit_tokens in stats() after the same prompt twice.")
-    assert stats["cached_blocks"] > 0, f"nothing is findable after two requests: {stats}"
-    reset = engine.reset_prefix_cache()
-    expect(reset, stats["cached_blocks"], "what reset_prefix_cache returns: all findable blocks.")
-    expect(engine.stats()["cached_blocks"], 0, "findable blocks after the reset.")
-    again = engine.generate([prompt], greedy(2), use_tqdm=False)[0]
-    check_hit(again, 0, "the cache was reset", engine)
-    check_tokens(again, output.token_ids, engine)
-
-
-def test_salted_requests_share_with_their_own_only(make_engine: Any) -> None:
-    engine = make_engine()
-    prompt = list(range(10, 22))
-    for salt, wanted in (("a", 0), ("b", 0), ("a", 8)):
-        request_id = engine.add_request(prompt, greedy(1), cache_salt=salt)
-        outputs = [o for _ in range(3) for o in engine.step() if o.request_id == request_id]
-        check_hit(outputs[-1], wanted, f"cache_salt {salt!r}, after 'a', 'b' so far", engine)
-
-
-def test_caching_can_be_switched_off(make_engine: Any) -> None:
-    engine = make_engine(enable_prefix_caching=False)
-    prompt = list(range(10, 22))
-    engine.generate([prompt], greedy(2), use_tqdm=False)
-    [again] = engine.generate([prompt], greedy(2), use_tqdm=False)
-    check_hit(again, 0, "enable_prefix_caching is False", engine)
-    expect(engine.stats()["cached_blocks"], 0, "findable blocks with enable_prefix_caching=False.")
-
-
-def test_the_next_turn_of_a_chat_hits_the_answer(make_engine: Any, tiny: Any) -> None:
-    """Generated tokens are cached as they fill blocks; a real chat template frames them."""
-    engine = make_engine()
-    tokenizer = tiny[1]
-    messages = [{"role": "user", "content": "Say something long."}]
-
-    def prompt(messages: list[dict[str, str]]) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    first = prompt(messages)
-    answer = engine.generate([first], greedy(21), use_tqdm=False)[0]
-    # The second turn as token ids: text that a random model invents may tokenise differently.
-    following = prompt([{"role": "user", "content": "Go on."}])
-    second = [*first, *answer.token_ids, *following]
-    output = engine.generate([second], greedy(3), use_tqdm=False)[0]
-    in_cache = len(first) + 20  # the last generated token was never an input
-    why = f"full blocks of the {in_cache} tokens that the first turn left, its answer included"
-    check_hit(output, in_cache // 4 * 4, why, engine)
-    check_tokens(output, cold(make_engine, second, 3), engine)
-
-
-@pytest.mark.model
-def test_the_next_turn_hits_on_a_real_model(stage: ModuleType, smollm2: Any) -> None:
-    """The same with SmolLM2's template and its own words."""
-    tokenizer = smollm2[1]
-    engine = stage.LLMEngine(model=smollm2, num_blocks=128)
-    messages = [{"role": "user", "content": "Name three colours, one per line."}]
-
-    def encode(messages: list[dict[str, str]]) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    first = encode(messages)
-    answer = engine.generate([first], SamplingParams(temperature=0, max_tokens=40), False)[0]
-    messages += [
-        {"role": "assistant", "content": answer.text},
-        {"role": "user", "content": "And three animals?"},
-    ]
-    output = engine.generate([encode(messages)], greedy(4), use_tqdm=False)[0]
-    assert output.metrics.num_cached_tokens > len(first), "only the question was found again"
-    fresh = stage.LLMEngine(model=smollm2, num_blocks=128, enable_prefix_caching=False)
-    assert (
-        fresh.generate([encode(messages)], greedy(4), use_tqdm=False)[0].token_ids
-        == output.token_ids
-    )
-
-
 def test_lookup_does_not_depend_on_the_pool(pool: Any) -> None:
     """O(1) per block: handing out and taking back never scans the pool."""
     lines = {}
@@ -517,8 +335,3 @@ def test_lookup_does_not_depend_on_the_pool(pool: Any) -> None:
         f"expected as much work in a large pool as in a small one; lines of block_manager.py that "
         f"30 short lives ran, by blocks in the pool: {lines}"
     )
-
-
-def test_engine_config_names_the_option(stage: ModuleType) -> None:
-    with pytest.raises(ValueError, match="enable_prefix_caching must be a bool, got 'yes'"):
-        stage.EngineConfig(enable_prefix_caching="yes")
