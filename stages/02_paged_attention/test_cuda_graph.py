@@ -78,10 +78,17 @@ def test_K6_table_at_its_widest(stage: ModuleType, make_engine: Any) -> None:
 def test_padding_rows_write_nothing(stage: ModuleType, make_engine: Any) -> None:
     """K1: rows of padding have slot -1; the pool's last slot keeps what it holds."""
     engine = make_engine(attention_backend="gather", max_num_seqs=8, num_blocks=16)
-    graphed(stage, engine)
+    graphs = graphed(stage, engine)
+    slots = []  # of each replay, those of padding rows included
+    for size, replay in list(graphs.replays.items()):
+        graphs.replays[size] = lambda size=size, replay=replay: (
+            slots.append(graphs.rows[2, :size].tolist()),
+            replay(),
+        )[1]
     pool = engine.model_runner.kv_cache.pool
     pool[:, :, -1, -1] = 123.0
     engine.generate(prompts_of(3), GREEDY, False)
+    assert len(slots) == 9 and all(len(row) == 4 and row[3] == -1 for row in slots), slots
     assert (pool[:, :, -1, -1] == 123.0).all()
 
 

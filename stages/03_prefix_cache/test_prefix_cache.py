@@ -178,8 +178,8 @@ def test_B6_a_chain_is_evicted_from_its_tail(pool: Any) -> None:
 def test_B7_blocks_without_content_are_reused_first(pool: Any) -> None:
     p = pool(3)
     p.run([1, 2, 3, 4, 5])  # one full, one partial
-    p.run([60])
-    p.run([61])
+    for token_id in range(60, 70):  # one block each, so that every block's turn would come
+        p.run([token_id])
     expect(p.manager.num_evictions, 0, "evictions: there were always blocks without content.")
     p.hits([1, 2, 3, 4, 5], 4, "nobody needed its block")
 

@@ -129,15 +129,13 @@ def test_C1_chunks_see_no_further_than_their_own_end(make_engine: Any, tiny: Any
     check_reference(output, tiny, 6, engine)
 
 
-def test_C3_a_chunk_that_ends_inside_a_block(tiny: Any, stage: ModuleType) -> None:
+@pytest.mark.parametrize("chunk", [1000, 344])
+def test_C3_a_chunk_that_ends_inside_a_block(tiny: Any, stage: ModuleType, chunk: int) -> None:
     """Blocks of 16, chunks of 1,000: the second chunk goes on in block 62 at offset 8."""
-    context = tiny.model.config.max_position_embeddings
-    length = min(2100, context - 8)
-    chunk = 1000 if length > 2000 else length // 2 - length // 2 % 16 + 8
-    assert chunk % 16 == 8, "the test's own numbers are wrong"
-    engine = stage.LLMEngine(
-        model=tiny, block_size=16, num_blocks=160, max_prefill_chunk_size=chunk
-    )
+    length = 1010
+    assert chunk % 16 == 8 and chunk < length, "the test's own numbers are wrong"
+    engine = stage.LLMEngine(model=tiny, block_size=16, num_blocks=80, max_prefill_chunk_size=chunk)
+    poison_cache(engine)
     output = engine.generate([prompt_of(length)], greedy(4), use_tqdm=False)[0]
     check_chunks(engine, output, chunk)
     check_reference(output, tiny, 4, engine)
@@ -195,6 +193,26 @@ def test_C9_five_chunks_of_three_requests_at_once(make_engine: Any, tiny: Any) -
         check_reference(output, tiny, 8, engine)
     most = max(len(step.slices) for step in engine.trace.steps)
     expect(most, 3, "most slices in one step; chunks of three prompts fit into 10 tokens.", engine)
+
+
+@pytest.mark.parametrize("chunk", [3, 4, 5])
+def test_B4_twins_and_a_relative_in_chunks(make_engine: Any, tiny: Any, chunk: int) -> None:
+    """Looked up before anything is computed, they share blocks only once these are full."""
+    engine = make_engine(max_prefill_chunk_size=chunk)
+    engine.trace.record_blocks = True
+    twin = prompt_of(13)
+    prompts = [twin, twin, [*twin[:4], *prompt_of(9, 90)]]
+    outputs = engine.generate(prompts, greedy(9), use_tqdm=False)
+    for output in outputs:
+        check_chunks(engine, output, chunk)
+        check_reference(output, tiny, 9, engine)
+    prefilled = next(step for step in engine.trace.steps if step.sampled)
+    first, second, relative = prefilled.block_tables.values()
+    shared = (len({*first} & {*second}), len({*first} & {*relative}))
+    expect(shared, (3, 1), f"blocks that the first has in common with the others: {prefilled}.")
+    [again] = engine.generate([twin], greedy(9), use_tqdm=False)
+    expect(again.metrics.num_cached_tokens, 12, "tokens found when the twins have ended.", engine)
+    check_reference(again, tiny, 9, engine)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +457,13 @@ def test_S5_the_budget_is_all_decodes(make_engine: Any, tiny: Any) -> None:
         outputs = engine.generate(prompts, greedy(6), use_tqdm=False)
         most = max(step.num_tokens for step in engine.trace.steps)
         expect(most, budget, "most tokens in one step, the budget with four requests.", engine)
+        for step, after in zip(engine.trace.steps, engine.trace.steps[1:], strict=False):
+            ended = {o.request_id for o in outputs if o.metrics.token_times[-1] <= step.end}
+            left_out = {*step.sampled} - ended - {*after.sampled}
+            assert not left_out, (
+                f"{describe(after)}: {left_out} had a token in the step before, and none in this "
+                f"one. Decodes are scheduled first, and the budget of {budget} is enough for them."
+            )
         for output in outputs:
             check_reference(output, tiny, 6, engine)
 
