@@ -59,7 +59,7 @@ endif
 
 ifneq ($(wildcard mkdocs.yml),)
 site: $(STAMP)docs ## the site, built into site/; any warning is an error
-	@$(PY) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 else
 site:
 	@echo "There is no site yet (mkdocs.yml)."
