@@ -7,12 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from shared.models import ModelShape
+from tests.kernels.cases import GRID, Case, assert_close, pairwise
 
 from .attention import AttentionMetadata, paged_attention, store_kv
 from .kv_cache import KVCache
 
 
-def make_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> KVCache:
+def make_cache(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+) -> KVCache:
     shape = ModelShape(
         num_layers=2,
         num_heads=num_kv_heads,
@@ -20,7 +27,7 @@ def make_cache(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: in
         head_dim=head_dim,
         max_model_len=1000,
         vocab_size=1,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
     )
     cache = KVCache(shape, num_blocks, block_size)
@@ -56,14 +63,14 @@ def attend(
         heads: query heads and KV heads.
     """
     num_heads, num_kv_heads = heads
-    block_size = cache.block_size
+    block_size, dtype = cache.block_size, cache.pool.dtype
     free = torch.randperm(cache.pool.shape[2]).tolist()
     starts, slots, tables, rows, answers = [0], [], [], [], []
     for context_len, query_len in parts:
         table = [free.pop() for _ in range(-(-context_len // block_size))]
         where = [table[t // block_size] * block_size + t % block_size for t in range(context_len)]
-        key, value = torch.randn(2, context_len, num_kv_heads, dim)
-        query = torch.randn(query_len, num_heads, dim)
+        key, value = torch.randn(2, context_len, num_kv_heads, dim).to(dtype)
+        query = torch.randn(query_len, num_heads, dim).to(dtype)
         before = context_len - query_len
         store_kv(
             key[:before],
@@ -92,22 +99,23 @@ def attend(
     return output[0], answers
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 16])
-@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (8, 1)])
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_K3_K4_a_mixed_batch(block_size: int, heads: tuple[int, int], head_dim: int) -> None:
+@pytest.mark.parametrize("case", pairwise(GRID), ids=str)
+def test_K3_K4_a_mixed_batch(case: Case) -> None:
     """Prefills and decodes side by side, contexts around a block's end."""
     torch.manual_seed(0)
-    lengths = sorted({1, 2, block_size, block_size + 1, 2 * block_size - 1 or 1, 100})
-    parts = [(n, n) for n in lengths] + [(n, 1) for n in lengths]
-    cache = make_cache(600 // block_size + 12, block_size, heads[1], head_dim)
-    output, answers = attend(cache, 1, parts, heads, head_dim)
+    num_kv_heads = 1 if case.group == 8 else 2
+    lengths = sorted({1, 2, 2 * case.block_size - 1, *case.contexts} - {0})
+    parts = [(n, n) for n in lengths if n < 1000] + [(n, 1) for n in lengths]
+    num_blocks = sum(-(-n // case.block_size) for n, _ in parts) + 2
+    cache = make_cache(num_blocks, case.block_size, num_kv_heads, case.head_dim, case.dtype)
+    heads = (num_kv_heads * case.group, num_kv_heads)
+    output, answers = attend(cache, 1, parts, heads, case.head_dim)
     assert cache.layer(0)[0].isnan().all(), "another layer's cache was written"
-    for (context_len, query_len), got, answer in zip(
-        parts, output.split([q for _, q in parts]), answers, strict=True
-    ):
-        error = (got - answer).abs().max().item()
-        assert error < 1e-5, f"context {context_len}, query {query_len}: off by {error}"
+    for part, got, answer in zip(parts, output.split([q for _, q in parts]), answers, strict=True):
+        try:
+            assert_close(got, answer, case.dtype)
+        except AssertionError as error:
+            raise AssertionError(f"context and query of {part} tokens: {error}") from None
 
 
 def test_K1_a_slot_of_minus_one_writes_nothing() -> None:
