@@ -113,11 +113,12 @@ def test_B2_a_reused_block_has_lost_its_old_content(make_engine: MakeEngine, tin
 def test_B13_generate_again_on_one_engine(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     prompts = [make_prompt(n) for n in (7, 1, 16)]
+    lengths = (6, 2, 4)  # the first ends last
     for _ in range(2):
-        outputs = engine.generate(prompts, greedy(6), use_tqdm=False)
+        outputs = engine.generate(prompts, [greedy(n) for n in lengths], use_tqdm=False)
         assert [output.prompt_token_ids for output in outputs] == prompts, "not in input order"
-        for output in outputs:
-            check_reference(output, tiny, 6, engine)
+        for output, num_tokens in zip(outputs, lengths, strict=True):
+            check_reference(output, tiny, num_tokens, engine)
         check_idle(engine)
     expect(engine.generate([], use_tqdm=False), [], "generate() of no prompts.", engine)
 
