@@ -21,6 +21,7 @@ from tests.contract.helpers import (
     greedy,
     last_steps,
     poison_cache,
+    run,
 )
 from tests.oracle import OracleModel
 from tests.reference import reference_tokens
@@ -49,7 +50,7 @@ def check_chunks(engine: Any, output: Any, chunk: int) -> None:
     )
 
 
-def run(engine: Any) -> dict[str, Any]:
+def run_all(engine: Any) -> dict[str, Any]:
     """Step until idle; the last output of each request."""
     return {request_id: outputs[-1] for request_id, outputs in drain(engine).items()}
 
@@ -68,7 +69,7 @@ def test_C3_positions_come_from_the_whole_sequence(make_engine: Any, tiny: Any) 
     handle = tiny.model.register_forward_pre_hook(look, with_kwargs=True)
     try:
         engine.add_request(prompt_of(10), greedy(1), request_id="a")
-        run(engine)
+        run_all(engine)
     finally:
         handle.remove()
     # A step that fails leaves no record; what is wrong then is not the positions' fault.
@@ -114,7 +115,7 @@ def test_C2_every_length_around_every_chunk_size(make_engine: Any, tiny: Any, ch
     prompts = [prompt_of(n, first=n) for n in sorted(lengths)]
     engine = make_engine(max_prefill_chunk_size=chunk)
     poison_cache(engine)
-    outputs = engine.generate(prompts, greedy(5), use_tqdm=False)
+    outputs = run(engine, prompts, greedy(5))
     for output in outputs:
         check_reference(output, tiny, 5, engine)
         check_chunks(engine, output, chunk)
@@ -124,7 +125,7 @@ def test_C1_chunks_see_no_further_than_their_own_end(make_engine: Any, tiny: Any
     """Prompt 10, chunk 4: contexts 4, 8, 10, over a pool that is NaN wherever nobody wrote."""
     engine = make_engine(max_prefill_chunk_size=4)
     poison_cache(engine)
-    output = engine.generate([prompt_of(10)], greedy(6), use_tqdm=False)[0]
+    output = run(engine, [prompt_of(10)], greedy(6))[0]
     check_chunks(engine, output, 4)
     check_reference(output, tiny, 6, engine)
 
@@ -136,7 +137,7 @@ def test_C3_a_chunk_that_ends_inside_a_block(tiny: Any, stage: ModuleType, chunk
     assert chunk % 16 == 8 and chunk < length, "the test's own numbers are wrong"
     engine = stage.LLMEngine(model=tiny, block_size=16, num_blocks=80, max_prefill_chunk_size=chunk)
     poison_cache(engine)
-    output = engine.generate([prompt_of(length)], greedy(4), use_tqdm=False)[0]
+    output = run(engine, [prompt_of(length)], greedy(4))[0]
     check_chunks(engine, output, chunk)
     check_reference(output, tiny, 4, engine)
 
@@ -150,7 +151,7 @@ def test_C4_sampling_is_not_touched_by_chunks(make_engine: Any) -> None:
     tokens = {}
     for chunk in (12, 4, 5):
         engine = make_engine(max_prefill_chunk_size=chunk)
-        output = engine.generate([prompt_of(12)], params, use_tqdm=False)[0]
+        output = run(engine, [prompt_of(12)], params)[0]
         check_chunks(engine, output, chunk)
         tokens[chunk] = output.token_ids
         expect(
@@ -181,13 +182,13 @@ def test_C4_intermediate_chunks_put_nothing_out(make_engine: Any) -> None:
             f"who was sampled in step {index}, with tokens {span} of 12.",
             engine,
         )
-    run(engine)
+    run_all(engine)
 
 
 def test_C9_five_chunks_of_three_requests_at_once(make_engine: Any, tiny: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=3, max_num_batched_tokens=10)
     prompts = [prompt_of(14, 1), prompt_of(15, 2), prompt_of(13, 3)]
-    outputs = engine.generate(prompts, greedy(8), use_tqdm=False)
+    outputs = run(engine, prompts, greedy(8))
     for output in outputs:
         check_chunks(engine, output, 3)
         check_reference(output, tiny, 8, engine)
@@ -202,7 +203,7 @@ def test_B4_twins_and_a_relative_in_chunks(make_engine: Any, tiny: Any, chunk: i
     engine.trace.record_blocks = True
     twin = prompt_of(13)
     prompts = [twin, twin, [*twin[:4], *prompt_of(9, 90)]]
-    outputs = engine.generate(prompts, greedy(9), use_tqdm=False)
+    outputs = run(engine, prompts, greedy(9))
     for output in outputs:
         check_chunks(engine, output, chunk)
         check_reference(output, tiny, 9, engine)
@@ -210,7 +211,7 @@ def test_B4_twins_and_a_relative_in_chunks(make_engine: Any, tiny: Any, chunk: i
     first, second, relative = prefilled.block_tables.values()
     shared = (len({*first} & {*second}), len({*first} & {*relative}))
     expect(shared, (3, 1), f"blocks that the first has in common with the others: {prefilled}.")
-    [again] = engine.generate([twin], greedy(9), use_tqdm=False)
+    [again] = run(engine, [twin], greedy(9))
     expect(again.metrics.num_cached_tokens, 12, "tokens found when the twins have ended.", engine)
     check_reference(again, tiny, 9, engine)
 
@@ -228,7 +229,7 @@ def test_mixed_company_hits_and_preemption(make_engine: Any, tiny: Any, options:
         max_num_batched_tokens=9,
         **{"max_prefill_chunk_size": 5, **options},
     )
-    outputs = engine.generate(prompts, greedy(14), use_tqdm=False)
+    outputs = run(engine, prompts, greedy(14))
     for output in outputs:
         check_reference(output, tiny, 14, engine)
     stats = engine.stats()
@@ -245,7 +246,7 @@ def test_mixed_company_hits_and_preemption(make_engine: Any, tiny: Any, options:
 
 def test_C5_three_chunks_of_four(make_engine: Any) -> None:
     engine = make_engine(max_prefill_chunk_size=4)
-    output = engine.generate([prompt_of(12)], greedy(1), use_tqdm=False)[0]
+    output = run(engine, [prompt_of(12)], greedy(1))[0]
     expect(
         slices_of(engine, output.request_id),
         [(0, 4), (4, 4), (8, 4)],
@@ -278,8 +279,8 @@ def test_B12_a_cached_prefix_leaves_the_budget_alone(make_engine: Any) -> None:
     """Budget 4, prompt of 12 with 8 cached: one step."""
     engine = make_engine(max_num_batched_tokens=4)
     base = prompt_of(8)
-    engine.generate([[*base, 1]], greedy(1), use_tqdm=False)
-    output = engine.generate([[*base, 7, 7, 7, 7]], greedy(1), use_tqdm=False)[0]
+    run(engine, [[*base, 1]], greedy(1))
+    output = run(engine, [[*base, 7, 7, 7, 7]], greedy(1))[0]
     expect(
         slices_of(engine, output.request_id),
         [(8, 4)],
@@ -338,7 +339,7 @@ def test_progress_tells_the_inside_from_the_outside(make_engine: Any) -> None:
     assert progress["seconds"] > 0, "no time has passed since the request arrived"
     stats = engine.stats()
     expect((stats["prefilling"], stats["running"]), (0, 1), "prefilling and running in stats().")
-    run(engine)
+    run_all(engine)
     expect(engine.progress(request_id), None, "progress of a request that has ended.", engine)
 
 
@@ -366,7 +367,7 @@ def test_S4_a_short_prompt_overtakes_and_streams_go_on(make_engine: Any) -> None
     engine.step()
     engine.add_request(prompt_of(40, 2), greedy(1), request_id="long")
     engine.add_request([5, 6], greedy(1), request_id="short")
-    run(engine)
+    run_all(engine)
     steps = engine.trace.steps[1:]
     first_token = {
         name: next(s.index for s in steps if name in s.sampled) for name in ("long", "short")
@@ -390,7 +391,7 @@ def test_between_two_tokens_never_more_than_the_budget(make_engine: Any) -> None
     for i in range(12):
         engine.add_request(prompt_of(5 + 3 * i, i), greedy(10))
         engine.step()
-    run(engine)
+    run_all(engine)
     for step in engine.trace.steps:
         assert step.num_tokens <= 10, (
             f"{describe(step)}: {step.num_tokens} tokens, max_num_batched_tokens is 10. Decodes "
@@ -402,7 +403,7 @@ def test_S3_partial_prefills_fill_the_pool(make_engine: Any, tiny: Any) -> None:
     """N=6, two prompts of 16 in chunks of 4: the oldest takes blocks from the youngest."""
     engine = make_engine(num_blocks=6, max_prefill_chunk_size=4, max_num_batched_tokens=8)
     prompts = [prompt_of(16, 1), prompt_of(16, 2)]
-    outputs = engine.generate(prompts, greedy(4), use_tqdm=False)
+    outputs = run(engine, prompts, greedy(4))
     lost = [step.preempted for step in engine.trace.steps if step.preempted]
     expect(
         lost[:1],
@@ -454,7 +455,7 @@ def test_S5_the_budget_is_all_decodes(make_engine: Any, tiny: Any) -> None:
     for budget in (2, 3):
         engine = make_engine(max_num_batched_tokens=budget)
         prompts = [prompt_of(3, 1), prompt_of(2, 2), prompt_of(4, 3), prompt_of(1, 4)]
-        outputs = engine.generate(prompts, greedy(6), use_tqdm=False)
+        outputs = run(engine, prompts, greedy(6))
         most = max(step.num_tokens for step in engine.trace.steps)
         expect(most, budget, "most tokens in one step, the budget with four requests.", engine)
         for step, after in zip(engine.trace.steps, engine.trace.steps[1:], strict=False):
@@ -542,7 +543,7 @@ def test_A1_abort_in_every_state(make_engine: Any, num_steps: int) -> None:
     """Waiting, after chunk 1, after chunk 2 (with a shared prefix), running."""
     engine = make_engine(max_prefill_chunk_size=4)
     base = prompt_of(4)
-    engine.generate([[*base, 1]], greedy(1), use_tqdm=False)
+    run(engine, [[*base, 1]], greedy(1))
     request_id = engine.add_request([*base, *prompt_of(9, 77)], greedy(9))
     for _ in range(num_steps):
         engine.step()
@@ -577,7 +578,7 @@ def test_C7_one_token_and_an_eos_after_chunks(make_engine: Any, tiny: Any) -> No
     first = reference_tokens(tiny.model, prompt_of(12, 6), 1)[0]
     stops = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[first])
     engine.add_request(prompt_of(12, 6), stops, request_id="eos")
-    last = run(engine)
+    last = run_all(engine)
     check_reference(last["one"], tiny, 1, engine)
     check_tokens(last["eos"], [first], engine, "stop")
     check_reference(last["stream"], tiny, 12, engine)
@@ -601,7 +602,7 @@ def test_A3_a_failing_chunk_takes_its_batch_only(make_engine: Any, tiny: Any) ->
         engine,
     )
     expect(engine.block_manager.num_free_blocks, 64, "free blocks of 64 after that: all.", engine)
-    last = run(engine)
+    last = run_all(engine)
     expect(sorted(last), ["later"], "whose outputs come after that.", engine)
     check_reference(last["later"], tiny, 4, engine)
 
@@ -611,7 +612,7 @@ def test_S8_half_done_prompts_take_seats(make_engine: Any) -> None:
     engine.trace.record_blocks = True
     for i in range(4):
         engine.add_request(prompt_of(7, i), greedy(3))
-    run(engine)
+    run_all(engine)
     for step in engine.trace.steps:
         holders = [name for name, table in step.block_tables.items() if table]
         assert len(holders) <= 2, (
@@ -625,9 +626,9 @@ def test_S8_half_done_prompts_take_seats(make_engine: Any) -> None:
 # ---------------------------------------------------------------- by hand, and by time
 
 
-def test_run_prefill_chunk_by_hand(make_engine: Any, tiny: Any, stage: ModuleType) -> None:
+def test_run_prefill_chunk_by_hand(tiny: Any, stage: ModuleType) -> None:
     """Chunk by chunk, logits only from the last."""
-    engine = make_engine()
+    engine = stage.LLMEngine(model=tiny, block_size=4, num_blocks=8)
     prompt = prompt_of(10)
     sequence = new_sequence(stage, "by hand", prompt)
     for start_pos in (0, 4, 8):
@@ -641,9 +642,12 @@ def test_run_prefill_chunk_by_hand(make_engine: Any, tiny: Any, stage: ModuleTyp
     likeliest = int(torch.argmax(logits))
     expect(likeliest, reference_tokens(tiny.model, prompt, 1)[0], f"{where}: the likeliest token.")
     for tokens in (prompt[:4], []):
-        with pytest.raises(ValueError):  # they do not stand at 4 in the sequence
+        with pytest.raises(ValueError):
             engine.model_runner.run_prefill_chunk(sequence, tokens, 4)
-    engine.block_manager.free(sequence)
+            pytest.fail(
+                f"expected a ValueError for the tokens {tokens} at 4: the prompt has {prompt[4:8]} "
+                "there, and a chunk has at least one token."
+            )
 
 
 def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:

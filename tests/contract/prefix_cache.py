@@ -12,13 +12,23 @@ import pytest
 
 from shared import SamplingParams
 
-from .helpers import check_idle, check_tokens, collect, describe, drain, expect, failing, greedy
+from .helpers import (
+    check_idle,
+    check_tokens,
+    collect,
+    describe,
+    drain,
+    expect,
+    failing,
+    greedy,
+    run,
+)
 
 
 def cold(make_engine: Any, prompt: list[int], max_tokens: int) -> list[int]:
     """The same request alone, on a fresh engine without a cache."""
     engine = make_engine(enable_prefix_caching=False)
-    return engine.generate([prompt], greedy(max_tokens), use_tqdm=False)[0].token_ids
+    return run(engine, [prompt], greedy(max_tokens))[0].token_ids
 
 
 def check_hit(output: Any, num_tokens: int, why: str, engine: Any) -> None:
@@ -38,8 +48,8 @@ def test_B1_full_hit_on_a_block_boundary(make_engine: Any, length: int) -> None:
     prompt = list(range(10, 10 + length))
     other = [99, 98, 97]
     expected = cold(make_engine, prompt, 6)
-    check_tokens(engine.generate([prompt], greedy(6), use_tqdm=False)[0], expected, engine)
-    again, beside = engine.generate([prompt, other], greedy(6), use_tqdm=False)
+    check_tokens(run(engine, [prompt], greedy(6))[0], expected, engine)
+    again, beside = run(engine, [prompt, other], greedy(6))
     check_tokens(again, expected, engine)
     check_tokens(beside, cold(make_engine, other, 6), engine)
     check_hit(again, length - 4, "all is cached, and its last token is computed anyway", engine)
@@ -70,11 +80,11 @@ def test_B1_a_cached_block_is_not_written_again(make_engine: Any, length: int) -
     engine = make_engine()
     engine.trace.record_blocks = True
     prompt = list(range(10, 10 + length))
-    engine.generate([prompt], greedy(2), use_tqdm=False)
+    run(engine, [prompt], greedy(2))
     [table] = engine.trace.steps[0].block_tables.values()
     blocks, pool = table[: length // 4], engine.model_runner.kv_cache.pool
     pool[:, :, blocks] = 7.0
-    [again] = engine.generate([prompt], greedy(2), use_tqdm=False)
+    [again] = run(engine, [prompt], greedy(2))
     check_hit(again, length - 4, "all is cached, and its last token is computed anyway", engine)
     assert (pool[:, :, blocks] == 7.0).all(), (
         f"one of the blocks {blocks}, which others may be reading, was written again"
@@ -93,7 +103,7 @@ def test_B3_an_aborted_twin_is_not_found(make_engine: Any, tiny: Any, scheduled:
     held = 64 - engine.block_manager.num_free_blocks
     expect(held, 3 * scheduled, "blocks of a request of 9 tokens that waits, or was scheduled.")
     expect(engine.abort_request(request_id), True, f"abort_request({request_id!r}).")
-    output = engine.generate([prompt], greedy(3), use_tqdm=False)[0]
+    output = run(engine, [prompt], greedy(3))[0]
     check_hit(output, 0, "its twin was aborted before it was computed", engine)
     check_tokens(output, cold(make_engine, prompt, 3), engine)
 
@@ -102,9 +112,9 @@ def test_B3_a_failed_forward_publishes_nothing(make_engine: Any, tiny: Any) -> N
     engine = make_engine()
     prompt = list(range(10, 19))
     with failing(tiny.model, RuntimeError("no luck")):
-        [failed] = engine.generate([prompt], greedy(3), use_tqdm=False)
+        [failed] = run(engine, [prompt], greedy(3))
     expect(failed.finish_reason, "error", "how a request ends whose forward raised.", engine)
-    output = engine.generate([prompt], greedy(3), use_tqdm=False)[0]
+    output = run(engine, [prompt], greedy(3))[0]
     check_hit(output, 0, "the forward of its twin failed, so its blocks are half written", engine)
     check_tokens(output, cold(make_engine, prompt, 3), engine)
 
@@ -112,16 +122,16 @@ def test_B3_a_failed_forward_publishes_nothing(make_engine: Any, tiny: Any) -> N
 def test_B4_twins_and_a_relative(make_engine: Any) -> None:
     engine = make_engine()
     twin, relative = list(range(10, 19)), [*range(10, 14), 3, 3, 3, 3, 3]
-    for output in engine.generate([twin, twin, relative], greedy(9), use_tqdm=False):
+    for output in run(engine, [twin, twin, relative], greedy(9)):
         check_tokens(output, cold(make_engine, output.prompt_token_ids, 9), engine)
-    [again] = engine.generate([twin], greedy(9), use_tqdm=False)
+    [again] = run(engine, [twin], greedy(9))
     check_hit(again, 8, "both full blocks of its prompt are cached", engine)
 
 
 def test_B11_a_preempted_request_finds_its_own_blocks(make_engine: Any) -> None:
     engine = make_engine(num_blocks=9)
     prompts = [list(range(10, 19)), list(range(30, 39))]
-    outputs = engine.generate(prompts, greedy(9), use_tqdm=False)
+    outputs = run(engine, prompts, greedy(9))
     steps = engine.trace.steps
     lost = next((step for step in steps if step.preempted), None)
     assert lost, "9 blocks of 4 hold both requests of 18 tokens? Nobody was preempted."
@@ -169,9 +179,9 @@ def test_the_budget_is_charged_after_the_lookup(make_engine: Any) -> None:
     """B12: two prompts of 12 tokens, 8 of them cached, share a step of at most 12 tokens."""
     engine = make_engine(max_num_batched_tokens=12)
     base = list(range(10, 18))
-    engine.generate([[*base, 1]], greedy(1), use_tqdm=False)
+    run(engine, [[*base, 1]], greedy(1))
     steps = len(engine.trace.steps)
-    engine.generate([[*base, 2, 2, 2, 2], [*base, 3, 3, 3, 3]], greedy(1), use_tqdm=False)
+    run(engine, [[*base, 2, 2, 2, 2], [*base, 3, 3, 3, 3]], greedy(1))
     expect(
         [s[1:] for s in engine.trace.steps[steps].slices],
         [(8, 4), (8, 4)],
@@ -184,8 +194,8 @@ def test_the_budget_is_charged_after_the_lookup(make_engine: Any) -> None:
 def test_hits_are_counted_once(make_engine: Any) -> None:
     engine = make_engine()
     prompt = list(range(10, 22))
-    engine.generate([prompt], greedy(2), use_tqdm=False)
-    output = engine.generate([prompt], greedy(2), use_tqdm=False)[0]
+    run(engine, [prompt], greedy(2))
+    output = run(engine, [prompt], greedy(2))[0]
     stats = engine.stats()
     check_hit(output, 8, "two of its three blocks; the last token is computed anyway", engine)
     counts = (stats["prompt_tokens"], stats["hit_tokens"])
@@ -194,7 +204,7 @@ def test_hits_are_counted_once(make_engine: Any) -> None:
     reset = engine.reset_prefix_cache()
     expect(reset, stats["cached_blocks"], "what reset_prefix_cache returns: all findable blocks.")
     expect(engine.stats()["cached_blocks"], 0, "findable blocks after the reset.")
-    again = engine.generate([prompt], greedy(2), use_tqdm=False)[0]
+    again = run(engine, [prompt], greedy(2))[0]
     check_hit(again, 0, "the cache was reset", engine)
     check_tokens(again, output.token_ids, engine)
 
@@ -211,8 +221,8 @@ def test_salted_requests_share_with_their_own_only(make_engine: Any) -> None:
 def test_caching_can_be_switched_off(make_engine: Any) -> None:
     engine = make_engine(enable_prefix_caching=False)
     prompt = list(range(10, 22))
-    engine.generate([prompt], greedy(2), use_tqdm=False)
-    [again] = engine.generate([prompt], greedy(2), use_tqdm=False)
+    run(engine, [prompt], greedy(2))
+    [again] = run(engine, [prompt], greedy(2))
     check_hit(again, 0, "enable_prefix_caching is False", engine)
     expect(engine.stats()["cached_blocks"], 0, "findable blocks with enable_prefix_caching=False.")
 
@@ -228,11 +238,11 @@ def test_the_next_turn_of_a_chat_hits_the_answer(make_engine: Any, tiny: Any) ->
         return tokenizer.encode(text, add_special_tokens=False)
 
     first = prompt(messages)
-    answer = engine.generate([first], greedy(21), use_tqdm=False)[0]
+    answer = run(engine, [first], greedy(21))[0]
     # The second turn as token ids: text that a random model invents may tokenise differently.
     following = prompt([{"role": "user", "content": "Go on."}])
     second = [*first, *answer.token_ids, *following]
-    output = engine.generate([second], greedy(3), use_tqdm=False)[0]
+    output = run(engine, [second], greedy(3))[0]
     in_cache = len(first) + 20  # the last generated token was never an input
     why = f"full blocks of the {in_cache} tokens that the first turn left, its answer included"
     check_hit(output, in_cache // 4 * 4, why, engine)
@@ -256,7 +266,7 @@ def test_the_next_turn_hits_on_a_real_model(stage: ModuleType, smollm2: Any) -> 
         {"role": "assistant", "content": answer.text},
         {"role": "user", "content": "And three animals?"},
     ]
-    output = engine.generate([encode(messages)], greedy(4), use_tqdm=False)[0]
+    output = run(engine, [encode(messages)], greedy(4))[0]
     assert output.metrics.num_cached_tokens > len(first), "only the question was found again"
     fresh = stage.LLMEngine(model=smollm2, num_blocks=128, enable_prefix_caching=False)
     assert (
