@@ -27,7 +27,7 @@ OF_A_FILE = {
     ],
     "test_chunked_prefill": [
         ("*C1_*|*C2_*|*C3_*", CHUNKS, "Where a chunk's tokens go"),
-        ("*C4_*|*progress*|*C6_*|*C7_*", CHUNKS, "Inside and outside"),
+        ("*C4_*|*K6_*|*progress*|*C6_*|*C7_*", CHUNKS, "Inside and outside"),
         ("*C5_three*", CHUNKS, "The code: three paragraphs"),
         ("*C5_*|*B12_*|*B3_*|*B4_*", CHUNKS, "Prefix cache and chunks together"),
         ("*state_machine*", CHUNKS, "One more state"),

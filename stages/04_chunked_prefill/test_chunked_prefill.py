@@ -650,6 +650,34 @@ def test_run_prefill_chunk_by_hand(tiny: Any, stage: ModuleType) -> None:
             )
 
 
+def test_K6_a_chunk_of_one_token_is_no_decode(
+    make_engine: Any, tiny: Any, stage: ModuleType
+) -> None:
+    """It has one row, like a decode, but samples nothing: no decode graph may compute it."""
+    engine = make_engine(attention_backend="gather", max_prefill_chunk_size=1, max_num_seqs=4)
+    runner = engine.model_runner
+    cuda_graph = importlib.import_module(f"{stage.__name__}.cuda_graph")
+    runner.graphs = cuda_graph.DecodeGraphs(
+        runner._forward,
+        runner.config,
+        runner.kv_cache,
+        runner.kernels,
+        record=lambda forward, inputs, pool: lambda: forward(inputs),
+    )
+    replay, num_replayed = runner.graphs.replay, []
+    runner.graphs.replay = lambda inputs: (
+        num_replayed.append(len(engine.trace.steps)),
+        replay(inputs),
+    )[1]
+    outputs = run(engine, [prompt_of(3, 1), prompt_of(6, 2)], greedy(8))
+    for output in outputs:
+        check_chunks(engine, output, 1)
+        check_reference(output, tiny, 8, engine)
+    sampling = [step.index for step in engine.trace.steps if len(step.sampled) == len(step.slices)]
+    expect(num_replayed, sampling, "steps that a graph computed: those in which each row samples.")
+    assert 0 < len(sampling) < len(engine.trace.steps), "all steps were of one kind"
+
+
 def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
     """Time = 1 ms + 10 us a token + 2 ns a token of context; the target is 5 ms a step."""
     from shared.step_time import StepTimeModel, work
