@@ -53,12 +53,22 @@ def test_K6_padded_replay_equals_eager(stage: ModuleType, make_engine: Any) -> N
 
     engine = make_engine(**options)
     graphs = graphed(stage, engine)
-    sizes = []
-    replay = graphs.replay
-    graphs.replay = lambda inputs: (sizes.append(inputs["input_ids"].shape[1]), replay(inputs))[1]
+    sizes, padding, replay = [], [], graphs.replay
+
+    def look(inputs: dict[str, Any]) -> Any:
+        n = inputs["input_ids"].shape[1]
+        sizes.append(n)
+        logits = replay(inputs)
+        rest = slice(n, next(size for size in (1, 2, 4, 8) if size >= n))
+        padding.extend(torch.stack([graphs.rows[2, rest], graphs.context_lens[rest]], 1).tolist())
+        return logits
+
+    graphs.replay = look
     outputs = engine.generate(prompts, params, False)
     assert [o.token_ids for o in outputs] == expected
     assert set(sizes) == {1, 2, 3, 4, 5, 6, 7}, f"replayed batch sizes {sizes}"
+    # What a larger batch left in these rows was written for requests that may be gone by now.
+    assert padding and all(row == [-1, 0] for row in padding), f"their slots, contexts: {padding}"
 
 
 def test_K6_table_at_its_widest(stage: ModuleType, make_engine: Any) -> None:
