@@ -90,7 +90,7 @@ def run(engine: Any, args: argparse.Namespace, params: SamplingParams) -> int:
     if args.stats:
         for name, value in engine.stats().items():
             print(f"{name:>16}  {value}", file=sys.stderr)
-    if args.trace:
+    if args.trace is not None:
         engine.trace.save_chrome(args.trace)
         print(f"trace: {args.trace} (open it at ui.perfetto.dev)", file=sys.stderr)
     return int(failed)

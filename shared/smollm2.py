@@ -50,6 +50,8 @@ def smollm2_folder() -> Path:
     Raises ValueError if the wheel is missing or its file is not the one pinned here, and
     RuntimeError if the cache cannot be written.
     """
+    from safetensors import SafetensorError
+
     folder = cache_dir() / f"smollm2-135m-instruct-{GGUF_SHA256[:12]}-v{FORMAT}"
     if _is_complete(folder):
         return folder
@@ -64,7 +66,7 @@ def smollm2_folder() -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _convert_once(source, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter for a full disk, too
         raise RuntimeError(
             f"cannot keep the converted model (540 MB) in {folder.parent}: {error}; "
             "set MINI_VLLM_CACHE to a folder that can be written"

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Functions whose bodies the reader writes: docstrings and comments stay.
-TAKEN_OUT = {
+TAKEN_OUT: dict[str, dict[str, tuple[str, ...]]] = {
     "01": {
         "block_manager.py": (
             "slot_mapping",
@@ -63,9 +63,18 @@ def start(root: Path, stage: str, target: Path) -> list[str]:
     if (root / "stages") in target.resolve().parents:
         raise StartError(f"{target} is inside of stages/, which is the course's own; take another")
 
-    # 2. The stage before, without its tests.
     new = stages[number]
-    before = stages.get(f"{int(number) - 1:02d}", new)
+    try:
+        return fill(target, stages.get(f"{int(number) - 1:02d}", new), new)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)  # nobody is left with half a folder
+        raise
+
+
+def fill(target: Path, before: Path, new: Path) -> list[str]:
+    """Put into `target` what a reader of stage `new` begins with; return what that is."""
+    # 2. The stage before, without its tests.
+    number = new.name[:2]
     shutil.copytree(before, target, ignore=shutil.ignore_patterns("test_*.py", "__pycache__"))
     said = [f"the files of stages/{before.name}"]
 
@@ -108,7 +117,7 @@ def take_out(path: Path, functions: Sequence[str], number: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program. Returns the exit code: 0, or 2 if it was called wrongly."""
+    """The program. Returns the exit code: 0, 1 if it failed, 2 if it was called wrongly."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if len(arguments) != 2 or not arguments[0]:
         print("usage: make start STAGE=04 DIR=my_stage", file=sys.stderr)
@@ -116,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     stage, folder = arguments[0], Path(arguments[1])
     try:
         said = start(ROOT, stage, folder)
-    except StartError as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, StartError) else 1
     number = stage.strip().zfill(2)
     [target] = (ROOT / "stages").glob(f"{number}_*")
     print(f"{folder} has")

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
@@ -23,7 +24,7 @@ from .session import Session
 # `run(session)`; a tool has `main(args, console)` instead of `run`.
 NAMES = (
     *("quick", "ladder", "throughput", "attention", "prefix", "stall", "sweeps", "bookkeeping"),
-    *("goodput", "simulate", "plots", "compare"),
+    *("goodput", "simulate", "soak", "plots", "compare"),
 )
 
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(module: ModuleType, args: argparse.Namespace, console: Console, command: str) -> int:
     """Run a benchmark; print and write what it measured, however it ends."""
+    Path(args.out).mkdir(parents=True, exist_ok=True)  # fails now if it must, not after minutes
     report = Report(args.name, command, args.seed, {"quick": args.quick})
     code = 130
     try:
