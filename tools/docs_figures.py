@@ -548,13 +548,13 @@ def between(words: Words) -> Drawing:
 
 def chunk_boundary(words: Words) -> Drawing:
     """Block size 16, chunk size 1,000: the block in which one chunk ends and the next goes on."""
-    size, chunk, count = 16, 1000, 20
+    size, chunk, count = 16, 1000, 18
     block, offset = chunk // size, chunk % size
     table = list(range(200, 200 + 2 * chunk // size + 1))  # any table will do
     mapping = example.rooms(4).block_manager.slot_mapping
     assert mapping(table, chunk, 1, size) == [table[block] * size + offset]
     canvas = Canvas(676, 172)
-    left, width, first = 8, 33, chunk - 12
+    left, width, first = 8, 36.5, chunk - 10
 
     def x(t: int) -> float:
         return left + (t - first) * width

@@ -293,7 +293,7 @@ def chunk_sizes(words: Words) -> str:
             keeper.step()
         chunks = example.chunks(keeper.steps, "long")
         most = max(step.num_tokens for step in keeper.steps)
-        rows.append([f"{size:,}", len(chunks), f"{most:,}", 128 * (len(chunks) - 1)])
+        rows.append([f"{size:,}", len(chunks), f"{most:,}", f"{128 * (len(chunks) - 1):,}"])
     return _markdown(words["heads"], rows, right=0)
 
 
