@@ -240,20 +240,27 @@ def test_a_wrong_option_is_told_before_stdin_is_read(
 # ---------------------------------------------------------------- as a program
 
 
+SLOWLY = """
+import runpy, time
+from shared.engine_base import EngineBase
+
+step = EngineBase.step
+EngineBase.step = lambda self: (time.sleep(0.1), step(self))[1]
+runpy.run_module({name!r}, run_name="__main__")
+"""
+
+
 def interrupted(act: Callable[[subprocess.Popen[str]], None]) -> tuple[int, str]:
     """Exit code and stderr of a program on which `act` is done after its first letter.
 
-    A loaded machine may let the program end first; that run shows nothing, and there is another.
+    Its steps are slowed down: it would take a minute and a half to end by itself.
     """
-    for _ in range(5):
-        with start("hello", "--max-tokens", "900", "--num-blocks", "64") as program:
-            assert program.stdout and program.stderr
-            os.setpriority(os.PRIO_PROCESS, program.pid, 10)  # we are to be faster
-            program.stdout.read(1)
-            act(program)
-            if program.wait() != 0:
-                return program.returncode, program.stderr.read()
-    pytest.fail("the program was done five times before it could be interrupted")
+    program = [sys.executable, "-c", SLOWLY.format(name=STAGE.__name__), *PROGRAM[3:]]
+    with start("hello", "--max-tokens", "900", "--num-blocks", "64", program=program) as process:
+        assert process.stdout and process.stderr
+        process.stdout.read(1)
+        act(process)
+        return process.wait(timeout=60), process.stderr.read()
 
 
 def test_a_reader_that_goes_away() -> None:
@@ -281,9 +288,9 @@ def test_the_program_reads_a_pipe() -> None:
     assert "KV cache" in done.stderr, "how large the pool is and why should be said"
 
 
-def start(*args: str) -> subprocess.Popen:
+def start(*args: str, program: list[str] = PROGRAM) -> subprocess.Popen:
     pipe = subprocess.PIPE
-    return subprocess.Popen([*PROGRAM, *args], stdout=pipe, stderr=pipe, text=True, env=ENV)
+    return subprocess.Popen([*program, *args], stdout=pipe, stderr=pipe, text=True, env=ENV)
 
 
 # ---------------------------------------------------------------- the parts
