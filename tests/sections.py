@@ -42,6 +42,7 @@ OF_A_FILE = {
         ("*S8_*|*C9_*", CHUNKS, "Three budgets"),
         ("*by_hand*", CHUNKS, "One chunk by hand"),
         ("*target_step*", CHUNKS, "A promise instead of a size"),
+        ("*unless_told*", CHUNKS, "What it costs, and how large a chunk should be"),
     ],
 }
 

@@ -714,6 +714,32 @@ def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
     assert fastest > 4, f"target_step_ms is 5, and a step took {fastest:.2f} ms: not used up"
 
 
+def test_target_step_ms_lets_the_engine_learn(make_engine: Any) -> None:
+    """A target that no step reaches: chunks double, since every step was shown to the model."""
+    engine = make_engine(target_step_ms=1e6, max_prefill_chunk_size=64)
+    [output] = run(engine, [prompt_of(150)], greedy(1))
+    expect(
+        slices_of(engine, output.request_id),
+        [(0, 16), (16, 32), (48, 64), (112, 38)],
+        "the slices of a prompt of 150 with a target of 1,000 s. `StepTimeModel.longest_chunk` "
+        "gives 16 at first and then at most twice the longest slice that it was shown. Only 16 "
+        "each time: the engine does not `observe` its steps. 64 at once: the scheduler has no "
+        "`step_time`.",
+        engine,
+    )
+
+
+def test_chunk_size_unless_told_otherwise(make_engine: Any) -> None:
+    engine = make_engine()
+    [output] = run(engine, [prompt_of(150)], greedy(1))
+    expect(
+        slices_of(engine, output.request_id),
+        [(0, 128), (128, 22)],
+        "the slices of a prompt of 150 on a CPU; max_prefill_chunk_size is None, which is 128.",
+        engine,
+    )
+
+
 # ---------------------------------------------------------------- helpers
 
 
