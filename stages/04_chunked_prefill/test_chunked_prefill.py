@@ -121,9 +121,26 @@ def test_C2_every_length_around_every_chunk_size(make_engine: Any, tiny: Any, ch
         check_chunks(engine, output, chunk)
 
 
-def test_C1_chunks_see_no_further_than_their_own_end(make_engine: Any, tiny: Any) -> None:
-    """Prompt 10, chunk 4: contexts 4, 8, 10, over a pool that is NaN wherever nobody wrote."""
-    engine = make_engine(max_prefill_chunk_size=4)
+@pytest.mark.parametrize("reserve", [False, True])
+def test_C1_chunks_see_no_further_than_their_own_end(
+    make_engine: Any, tiny: Any, reserve: bool
+) -> None:
+    """Prompt 10, chunk 4: contexts 4, 8, 10, over a pool that is NaN wherever nobody wrote.
+
+    First the oracle, since a real model often gives the same tokens in spite of a wrong context.
+    """
+    oracle = OracleModel()
+    options = {"max_prefill_chunk_size": 4, "reserve_full_prompt": reserve}
+    engine = make_engine(model=(oracle, None), max_num_batched_tokens=24, **options)
+    poison_cache(engine)
+    oracle.reset()
+    engine.add_request(prompt_of(10), greedy(6))
+    while engine.has_unfinished_requests():
+        engine.step()
+        assert not oracle.faults, f"{last_steps(engine, 1)}: {'; '.join(oracle.faults[:3])}"
+    expect(oracle.step_rows, [4, 4, 2, 1, 1, 1, 1, 1], "tokens that each step computed.", engine)
+
+    engine = make_engine(**options)
     poison_cache(engine)
     output = run(engine, [prompt_of(10)], greedy(6))[0]
     check_chunks(engine, output, 4)
