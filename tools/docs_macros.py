@@ -103,6 +103,11 @@ def define_env(env: Any) -> None:
         )
 
     @env.macro
+    def measured_setting(name: str, key: str) -> str:
+        """A number with which something was measured."""
+        return measured(name, "", lambda r: docs_bench.number(r["settings"][key]))
+
+    @env.macro
     def measured_ratio(
         name: str, table: str, column: str, row: str, other: str, **where: Any
     ) -> str:
