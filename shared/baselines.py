@@ -144,8 +144,11 @@ def continuous_batching(
 
     use_sdpa(model)
     config = ContinuousBatchingConfig()
-    page_size = getattr(config, "page_size", None) or config.block_size  # before it was renamed
-    config.num_blocks = 2 * sum(-(-length // page_size) for length in lengths)
+    if not hasattr(config, "page_size"):
+        raise RuntimeError(
+            "generate_batch needs a newer transformers: the setup of this one is slow"
+        )
+    config.num_blocks = 2 * sum(-(-length // config.page_size) for length in lengths)
     with model.continuous_batching_context_manager(
         generation_config=_greedy(max_tokens), continuous_batching_config=config, timeout=5
     ) as manager:

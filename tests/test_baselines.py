@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from shared import SamplingParams, baselines, load_stage
 from shared.bench.runner import run_generate_batch
@@ -14,6 +15,9 @@ from shared.bench.workloads import chat, long_prompt
 
 PROMPTS = [[5, 9, 77, 140, 8], [300, 4, 4, 19, 222, 31, 60, 7, 90], [44] * 3]
 MAX_TOKENS = [6, 9, 4]
+NEEDS_PAGES = pytest.mark.skipif(
+    not hasattr(ContinuousBatchingConfig(), "page_size"), reason="transformers is too old"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,7 @@ def test_padded_batch_cuts_each_row_at_its_own_length(
     check(baselines.generate_padded(stock, PROMPTS, MAX_TOKENS), expected)
 
 
+@NEEDS_PAGES
 def test_continuous_batching_of_transformers(stock: Any, expected: list[list[int]]) -> None:
     done: dict[str, baselines.Generated] = {}
     seen: list[int] = []
@@ -89,6 +94,7 @@ def test_an_engine_on_the_same_model_leaves_no_trace(tiny: Any, expected: list[l
     check(baselines.generate_padded(tiny[0], PROMPTS, MAX_TOKENS), expected)
 
 
+@NEEDS_PAGES
 def test_generate_batch_serves_a_workload_and_its_late_requests(stock: Any) -> None:
     text = [3 + (7 * i * i + i) % 499 for i in range(2000)]
     for workload in (

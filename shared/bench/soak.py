@@ -10,9 +10,9 @@ on. In between, every token must be the one of its place, every request must end
 right reason, and nobody may wait for ever: the oldest request gets on in every step, or in every
 other one where whole prompts are steps of their own.
 
-After a quarter of the requests resident memory may grow by no more than `SLACK` bytes, which an
-allocator may keep whatever comes, and `PER_REQUEST` for each request. A request that is kept
-weighs more: its lists of tokens and the objects around them are 1,500 bytes or more.
+Above its lowest after a quarter of the requests, resident memory may grow by no more than `SLACK`
+bytes, which an allocator may keep whatever comes, and `PER_REQUEST` for each request. A request
+that is kept weighs more: its lists of tokens and the objects around them are 1,500 bytes or more.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def soak(
     start = time.perf_counter()
     with quiet(stage):
         soaks = [Soak(stage, loaded, pool, rng, computes) for pool in POOLS]
-        done, warm, after = 0, 0, 0
+        done, after, lowest, memory_now = 0, 0, 0, 0
         while done < num_requests:
             for one in soaks:
                 count = min(ROUND, num_requests - done)
@@ -292,9 +292,11 @@ def soak(
                     kind = "" if isinstance(error, Lost) else f"{type(error).__name__}: "
                     raise Lost(f"{kind}{error} (requests {done:,} to {done + count:,})") from error
                 done += count
-            if not warm and done >= num_requests / 4:
-                warm, after = process.memory_info().rss, done
-    grown, bound = process.memory_info().rss - warm, SLACK + PER_REQUEST * (done - after)
+            if done >= num_requests / 4:
+                memory_now = process.memory_info().rss
+                lowest = min(lowest or memory_now, memory_now)  # an allocator gives back late
+                after = after or done
+    grown, bound = memory_now - lowest, SLACK + PER_REQUEST * (done - after)
     memory = f"memory {grown / 2**20:+.1f} MiB, at most {bound / 2**20:.1f}"
     if grown > bound:
         raise Lost(f"{memory}, from request {after:,} to {done:,}")
