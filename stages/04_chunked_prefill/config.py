@@ -15,7 +15,7 @@ class EngineConfig:
         block_size: token slots in one block of the KV cache.
         num_blocks: blocks in the pool; None sizes it from the memory that is left.
         max_num_seqs: sequences that may hold blocks at the same time.
-        max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
+        max_num_batched_tokens: tokens computed in one step, decodes and chunks together.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
         memory_utilization: share of memory that `num_blocks=None` may use, see `shared.memory`.
         attention_backend: "auto", "gather", "numba" (CPU) or "triton" (CUDA).
