@@ -37,7 +37,7 @@ class ScheduledBatch:
     """What one step computes. Empty when there is nothing to do.
 
     Attributes:
-        slices: at most one per sequence, in arrival order.
+        slices: at most one per sequence: decodes, prompts under way, new prompts.
         sampling: the sequences that get a token: those whose slice ends at their last known token.
         preempted: sequences that lost their blocks to make this batch possible.
     """
