@@ -241,9 +241,10 @@ def test_a_wrong_option_is_told_before_stdin_is_read(
 
 
 SLOWLY = """
-import runpy, time
+import runpy, signal, time
 from shared.engine_base import EngineBase
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in jobs of a script
 step = EngineBase.step
 EngineBase.step = lambda self: (time.sleep(0.1), step(self))[1]
 runpy.run_module({name!r}, run_name="__main__")

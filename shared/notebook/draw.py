@@ -31,10 +31,10 @@ FONT, SMALL = 13, 11
 # The site's colours (docs/assets/course.css) by name, and what they are without a site.
 COLOURS = {
     "a": "#3a6cb0",
-    "b": "#23857b",
+    "b": "#217d74",
     "c": "#7a5fae",
-    "d": "#7d7a26",
-    "doc": "#c85f1c",
+    "d": "#797623",
+    "doc": "#bb5416",
     "shared": "#4a5560",
     "free": "#e6eaed",
     "line": "#9aa5ad",
