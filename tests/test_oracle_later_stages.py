@@ -136,3 +136,16 @@ def test_B6_lookup_stops_at_the_first_miss(number: int) -> None:
     assert manager.find_prefix(chain) == tuple(chain.block_table[:2])
     manager._forget(chain.block_table[0])
     assert manager.find_prefix(chain) == ()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_freed_sequence_holds_and_has_nothing(number: int) -> None:
+    """What it shows as done while it waits to come back is 0."""
+    stage = load_stage(number)
+    manager = module(stage, "block_manager").BlockManager(num_blocks=8, block_size=4)
+    sequence = module(stage, "sequence").Sequence("lost", list(range(9)), max_tokens=1)
+    manager.allocate(sequence, 9)
+    sequence.cached_token_count = 9
+    manager.free(sequence)
+    assert (sequence.block_table, sequence.cached_token_count) == ([], 0)
+    assert manager.num_free_blocks == 8
