@@ -171,3 +171,15 @@ def test_a_time_target_only_makes_chunks_shorter(
     assert max(chunks) <= CHUNK
     chats_prefill = 4 * 6  # in one step, while nobody decodes
     assert most_tokens_between(steps) <= max(chats_prefill, max(chunks) + len(CHATS))
+
+
+def test_a_target_does_not_lift_the_budget(make_engine: Callable[..., Any]) -> None:
+    """One prompt's chunk is the whole budget: the next prompt gets nothing, not even a token."""
+    engine = make_engine(4, max_num_batched_tokens=2, target_step_ms=10_000.0)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for request_id in ("first", "waits"):
+        engine.add_request(list(range(2, 11)), params, request_id)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert any(step.num_waiting and step.num_tokens == 2 for step in engine.trace.steps[1:])
+    assert max(step.num_tokens for step in engine.trace.steps) == 2
