@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     for path, tests in files.items():
         outcomes = run(path, tests, settings, args.out)
         counts = Counter(noticed for _, noticed in outcomes)
-        share = 100 * counts[True] / len(outcomes)
+        share = 100 * counts[True] / max(1, len(outcomes))  # a short file may have none
         print(f"{path:48} {len(outcomes):6} {counts[True]:8} {share:5.1f}%", flush=True)
         survivors[path] = [diff for diff, noticed in outcomes if not noticed]
     (args.out / "survivors.json").write_text(json.dumps(survivors, indent=1), encoding="utf-8")
