@@ -118,7 +118,6 @@ class Scheduler:
             start_pos = sequence.cached_token_count
             if self._make_room(sequence, start_pos + 1, batch, preempted):
                 batch[sequence] = Slice(sequence, start_pos, 1)
-                sequence.last_step = self.num_steps
             else:
                 preempted.append(self._preempt_youngest())
 
@@ -154,7 +153,7 @@ class Scheduler:
     def _choose_decodes(self) -> list[Sequence]:
         """The RUNNING sequences that decode now: all of them, unless prompts wait for their share.
 
-        Under `max_decode_share` those go first whose last token is longest ago.
+        Under `max_decode_share` those go first whose newest token is oldest.
         """
         decodes = [s for s in self.running if s.status is SequenceStatus.RUNNING]
         if self.waiting or len(decodes) < len(self.running):
@@ -202,6 +201,7 @@ class Scheduler:
         for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
             sequence.token_ids.append(token_id)
             sequence.status = SequenceStatus.RUNNING
+            sequence.last_step = self.num_steps
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence in whatever state it is; its blocks come back at once."""

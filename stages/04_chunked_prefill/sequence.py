@@ -35,7 +35,7 @@ class Sequence:
         self.num_hit_tokens: int | None = None  # prompt tokens found in the cache when admitted
         self.block_table: list[int] = []  # physical block of logical block i
         self.cached_token_count = 0  # tokens whose K and V are in the cache
-        self.last_step = 0  # in which it last decoded
+        self.last_step = 0  # in which it got its newest token
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
 

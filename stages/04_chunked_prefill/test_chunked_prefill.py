@@ -467,6 +467,26 @@ def test_a_half_done_prompt_takes_blocks_from_a_younger_stream(stage: ModuleType
     expect((young.status.value, young.block_table), ("waiting", []), "'young' afterwards.")
 
 
+def test_nobody_is_admitted_while_blocks_are_taken_back(stage: ModuleType) -> None:
+    """The one that gave its blocks is first in line: it would take them right back."""
+    scheduler = make_scheduler(
+        stage, num_blocks=4, block_size=4, max_prefill_chunk_size=4, enable_prefix_caching=False
+    )
+    old, young = new_sequence(stage, "old", [1] * 7), new_sequence(stage, "young", [2] * 7)
+    scheduler.add(old), scheduler.add(young)
+    while old.cached_token_count < 8:
+        advance(scheduler)
+    batch = scheduler.schedule()
+    expect(
+        ([s.request_id for s in batch.preempted], [s.sequence.request_id for s in batch.slices]),
+        (["young"], ["old"]),
+        "who is preempted and who is computed. Both hold two full blocks of a pool of four; 'old' "
+        "needs a third. The block that is left over would hold a chunk of 'young', or of any other "
+        "prompt.",
+    )
+    expect((young.status.value, young.block_table), ("waiting", []), "'young' afterwards.")
+
+
 def test_S5_the_budget_is_all_decodes(make_engine: Any, tiny: Any) -> None:
     """Budget 2 with three requests, and budget equal to the number of decodes: nobody is lost."""
     for budget in (2, 3):
@@ -510,6 +530,25 @@ def test_decode_share_leaves_room_for_prompts(stage: ModuleType) -> None:
                 turns[name].append(step)
     gaps = [b - a for steps in turns.values() for a, b in zip(steps, steps[1:], strict=False)]
     expect(max(gaps), 2, f"longest wait of a stream, in steps: they take turns. Steps: {turns}")
+
+
+def test_a_first_token_counts_as_a_turn(stage: ModuleType) -> None:
+    """One stream decodes a step: the one whose newest token is oldest, however it came by it."""
+    scheduler = make_scheduler(
+        stage, num_blocks=64, block_size=4, max_num_batched_tokens=4, max_decode_share=0.25
+    )
+    for name in ("a", "b"):
+        scheduler.add(new_sequence(stage, name, [1]))
+    advance(scheduler)
+    for name, length in (("new", 1), ("long", 40)):
+        scheduler.add(new_sequence(stage, name, list(range(length))))
+    turns = [[name for name in advance(scheduler)[0] if name != "long"] for _ in range(5)]
+    expect(
+        [turns[0], turns[1], sorted(turns[2] + turns[3]), turns[4]],
+        [["a", "new"], ["b"], ["a", "new"], ["b"]],
+        "who got a token in step 0, 1, 2 or 3, 4. 'new' has its first from its prompt, in step 0, "
+        "when 'b' already waited.",
+    )
 
 
 def test_an_odd_share_still_decodes(stage: ModuleType) -> None:
