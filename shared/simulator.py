@@ -66,7 +66,7 @@ class SimulatedEngine(EngineBase):
         )
         self.scheduler = package.scheduler.Scheduler(self.config, self.block_manager)
         if getattr(self.config, "target_step_ms", None):
-            self.scheduler.step_time = StepTimeModel()
+            self.scheduler.step_time = StepTimeModel(self.config.target_step_ms / 1000)
         self.new_sequence = package.sequence.Sequence
 
     def clock(self) -> float:

@@ -42,9 +42,14 @@ class Chunk:
 
 
 class StepTimeModel:
-    """Least squares over the last steps."""
+    """Least squares over the last steps.
 
-    def __init__(self) -> None:
+    Args:
+        target: seconds that a step should not exceed.
+    """
+
+    def __init__(self, target: float) -> None:
+        self.target = target
         self._steps: deque[tuple[float, float, float, float]] = deque(maxlen=WINDOW)
         self._longest = FIRST_CHUNK / 2
         self._coefficients: np.ndarray | None = None
@@ -64,8 +69,8 @@ class StepTimeModel:
             self._coefficients = np.maximum(solution, 0) / scale
         return float(self._coefficients @ work(slices))
 
-    def longest_chunk(self, slices: Slices, start_pos: int, limit: int, target: float) -> int:
-        """Largest chunk, at least 1 token, that keeps a step within `target` seconds.
+    def longest_chunk(self, slices: Slices, start_pos: int, limit: int) -> int:
+        """Largest chunk, at least 1 token, that keeps a step within the target.
 
         At most twice the longest slice ever seen: further out, the model would be guessing.
 
@@ -80,7 +85,7 @@ class StepTimeModel:
         low, high = 1, limit  # bisection: time only grows with the chunk
         while low < high:
             middle = (low + high + 1) // 2
-            if self.predict([*slices, Chunk(start_pos, middle)]) <= target:
+            if self.predict([*slices, Chunk(start_pos, middle)]) <= self.target:
                 low = middle
             else:
                 high = middle - 1

@@ -307,9 +307,8 @@ def target(words: Words) -> str:
         max_num_batched_tokens=8192,
         max_model_len=16_384,
         max_prefill_chunk_size=8192,
-        target_step_ms=20.0,
     )
-    model = keeper.scheduler.step_time = StepTimeModel()
+    model = keeper.scheduler.step_time = StepTimeModel(target=20e-3)
     keeper.add("A", [1], 400)
     rows: list[list[object]] = []
     for index in range(400):

@@ -43,7 +43,8 @@ class LLMEngine(EngineBase):
         self.config = config = self.model_runner.config
         self.block_manager = BlockManager(self.model_runner.kv_cache.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.block_manager)
-        self.scheduler.step_time = StepTimeModel() if config.target_step_ms else None
+        if config.target_step_ms:
+            self.scheduler.step_time = StepTimeModel(config.target_step_ms / 1000)
         self.sampler = Sampler()
 
     def add_request(

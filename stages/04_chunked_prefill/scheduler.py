@@ -69,7 +69,6 @@ class Scheduler:
         self.max_num_decodes = int(config.max_num_batched_tokens * (config.max_decode_share or 1))
         self.max_prefill_chunk_size = config.max_prefill_chunk_size or config.max_num_batched_tokens
         self.reserve_full_prompt = config.reserve_full_prompt
-        self.target_step_ms = config.target_step_ms or 0
         self.step_time: Any = None  # the engine's model of step times, if there is a target
         self.num_steps = 0
         # Each running sequence decodes a token a step, so more seats than tokens would be idle.
@@ -166,8 +165,7 @@ class Scheduler:
         chunk_len = min(sequence.num_tokens - start_pos, self.max_prefill_chunk_size, budget)
         if self.step_time is None or chunk_len == 0:
             return chunk_len
-        target = self.target_step_ms / 1000
-        return self.step_time.longest_chunk(batch.values(), start_pos, chunk_len, target)
+        return self.step_time.longest_chunk(batch.values(), start_pos, chunk_len)
 
     # Invariant: blocks flow from the youngest to the oldest, whatever their states are.
     #

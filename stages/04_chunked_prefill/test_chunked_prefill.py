@@ -738,10 +738,8 @@ def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
     """Time = 1 ms + 10 us a token + 2 ns a token of context; the target is 5 ms a step."""
     from shared.step_time import StepTimeModel, work
 
-    scheduler = make_scheduler(
-        stage, num_blocks=600, block_size=16, max_prefill_chunk_size=512, target_step_ms=5.0
-    )
-    scheduler.step_time = StepTimeModel()
+    scheduler = make_scheduler(stage, num_blocks=600, block_size=16, max_prefill_chunk_size=512)
+    scheduler.step_time = StepTimeModel(target=5e-3)
     stream, long = (
         new_sequence(stage, "stream", [1]),
         new_sequence(stage, "long", list(range(6000))),
@@ -761,13 +759,13 @@ def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
             break
     expect(long.status.value, "running", f"the state of 'long' after 400 steps; chunks {chunks}.")
     slowest = max(times) * 1e3
-    assert slowest <= 5 * 1.01, f"target_step_ms is 5, and a step took {slowest:.2f} ms: {chunks}"
+    assert slowest <= 5 * 1.01, f"the target is 5 ms, and a step took {slowest:.2f} ms: {chunks}"
     learnt = chunks.index(max(chunks))
     assert chunks[-2] < 0.6 * chunks[learnt], (
         f"expected shorter chunks late in the prompt, where each token has more context: {chunks}"
     )
     fastest = min(times[20:-1]) * 1e3
-    assert fastest > 4, f"target_step_ms is 5, and a step took {fastest:.2f} ms: not used up"
+    assert fastest > 4, f"the target is 5 ms, and a step took {fastest:.2f} ms: not used up"
 
 
 def test_target_step_ms_lets_the_engine_learn(make_engine: Any) -> None:
