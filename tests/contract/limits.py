@@ -19,7 +19,7 @@ def refused(engine: Any, prompt: Any, params: Any, *numbers: int) -> None:
     with pytest.raises(ValueError) as error:
         engine.add_request(prompt, params)
     for number in numbers:
-        found = re.findall(r"\d+", str(error.value))
+        found = re.findall(r"-?\d+", str(error.value))
         assert str(number) in found, f"the message lacks the number {number}: {error.value}"
     check_idle(engine)
 
