@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.contract", "tests.reference")
+pytest.register_assert_rewrite("tests.contract", "tests.kernels", "tests.reference")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shared.models import ModelShape
-from tests.kernels.cases import GRID, Case, assert_close, pairwise
+from tests.kernels.cases import GRID, Case, assert_close, pairwise, slots_of
+from tests.kernels.cases import attend as dense_attention
 
 from .attention import AttentionMetadata, paged_attention, store_kv
 from .kv_cache import KVCache
@@ -42,16 +43,6 @@ def layer(layer_idx: int) -> nn.Module:
     return module
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Rows of `query` are the last of the context. All `[length, heads, head_dim]`, in float64."""
-    query, key, value = (x.double() for x in (query, key, value))
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-    past = torch.arange(len(key)) <= torch.arange(len(key) - len(query), len(key))[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~past, -torch.inf).softmax(-1), value)
-
-
 def attend(
     cache: KVCache, layer_idx: int, parts: list[tuple[int, int]], heads: tuple[int, int], dim: int
 ) -> tuple[Tensor, list[Tensor]]:
@@ -68,25 +59,20 @@ def attend(
     starts, slots, tables, rows, answers = [0], [], [], [], []
     for context_len, query_len in parts:
         table = [free.pop() for _ in range(-(-context_len // block_size))]
-        where = [table[t // block_size] * block_size + t % block_size for t in range(context_len)]
+        where = slots_of(torch.tensor(table), 0, context_len, block_size)
         key, value = torch.randn(2, context_len, num_kv_heads, dim).to(dtype)
         query = torch.randn(query_len, num_heads, dim).to(dtype)
         before = context_len - query_len
-        store_kv(
-            key[:before],
-            value[:before],
-            *cache.layer(layer_idx),
-            torch.tensor(where[:before]).long(),
-        )
+        store_kv(key[:before], value[:before], *cache.layer(layer_idx), where[:before])
         rows.append((query, key[before:], value[before:]))
-        answers.append(dense_attention(query, key, value))
-        slots += where[before:]
+        answers.append(dense_attention(query, key, value, dim**-0.5))
+        slots.append(where[before:])
         tables.append(table)
         starts.append(starts[-1] + query_len)
     width = max(map(len, tables))
     metadata = AttentionMetadata(
         kv_cache=cache,
-        slots=torch.tensor(slots),
+        slots=torch.cat(slots),
         query_start_loc=starts,
         context_lens=[context_len for context_len, _ in parts],
         block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables]),
@@ -136,5 +122,5 @@ def test_a_scale_of_the_model_s_own() -> None:
     metadata = AttentionMetadata(cache, torch.arange(3), [0, 3], [3], torch.tensor([[0]]))
     output, _ = paged_attention(layer(0), query, key, value, None, 0.5, attn_metadata=metadata)
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    wanted = dense_attention(rows[0] * 0.5 * 8**0.5, rows[1], rows[2])
+    wanted = dense_attention(*rows, scale=0.5)
     assert (output[0] - wanted).abs().max() < 1e-5

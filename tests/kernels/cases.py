@@ -6,9 +6,12 @@ is NaN: whatever a kernel reads beyond its context shows. The answer is dense at
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -39,6 +42,7 @@ class Case(NamedTuple):
         return [1, self.block_size - 1, self.block_size, self.block_size + 1, 1000]
 
 
+PLAIN = Case(torch.float32, head_dim=64, group=3, block_size=16)
 GRID = [Case(*point) for point in itertools.product(DTYPES, HEAD_DIMS, GROUPS, BLOCK_SIZES)]
 
 
@@ -107,8 +111,8 @@ def make_problem(
     contexts: list[int],
     query_lens: list[int],
     device: str = "cpu",
-    num_kv_heads: int = NUM_KV_HEADS,
     max_blocks: int | None = None,
+    scale: float | None = None,
 ) -> Problem:
     """A batch of slices: each is the last `query_len` tokens of its context.
 
@@ -131,13 +135,13 @@ def make_problem(
             block_tables[i, j] = next(free)
     block_tables = block_tables.to(device)
 
-    pool = (len(shuffled), block_size, num_kv_heads, dim)
+    pool = (len(shuffled), block_size, NUM_KV_HEADS, dim)
     k_cache, v_cache = torch.full((2, *pool), torch.nan, dtype=case.dtype, device=device)
     queries, keys, values, answers = [], [], [], []
-    scale = dim**-0.5
+    scale = dim**-0.5 if scale is None else scale
     for i, (context, query_len) in enumerate(zip(contexts, query_lens, strict=True)):
-        key, value = random(2, context, num_kv_heads, dim)
-        query = random(query_len, num_kv_heads * case.group, dim)
+        key, value = random(2, context, NUM_KV_HEADS, dim)
+        query = random(query_len, NUM_KV_HEADS * case.group, dim)
         slots = slots_of(block_tables[i], 0, context, block_size)
         k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots] = key, value
         queries.append(query)
@@ -154,6 +158,16 @@ def make_problem(
         scale,
         torch.cat([x.double() for x in answers]),
     )
+
+
+def load(path: Path) -> ModuleType:
+    """Kernels by their file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def assert_close(got: Tensor, answer: Tensor, dtype: torch.dtype) -> None:
@@ -195,3 +209,17 @@ def one_by_one(problem: Problem) -> Iterator[tuple[slice, Problem]]:
                 problem.answer[rows],
             ),
         )
+
+
+def check_decode(kernels: ModuleType, case: Case, device: str = "cpu", **options: object) -> None:
+    """All contexts of a case, and a row of padding."""
+    contexts = [*case.contexts, 0]
+    problem = make_problem(case, contexts, [1] * len(contexts), device)
+    assert_close(decode(kernels, problem, **options), problem.answer, case.dtype)
+
+
+def check_prefill(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
+    """Whole prompts, the end of one, and a slice of one token after a long past."""
+    contexts = [context for context in (*case.contexts, 40) if context]
+    problem = make_problem(case, contexts, [*contexts[:-2], 1, 13], device)
+    assert_close(prefill(kernels, problem), problem.answer, case.dtype)

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.triton_cases import load
+from tests.kernels.cases import load
 
 KIB = 1024
 # What one program may have. sm_80 itself has 163 KiB; its consumer relatives sm_86 and sm_89, for

@@ -8,9 +8,9 @@ all of it.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -23,35 +23,36 @@ import triton.language as tl
 from tests.kernels.cases import (
     DTYPES,
     GRID,
+    PLAIN,
     Case,
     Problem,
     assert_close,
+    check_decode,
+    check_prefill,
     decode,
+    load,
     make_problem,
     one_by_one,
     pairwise,
     prefill,
     slots_of,
 )
+from tests.kernels.every_backend import *  # noqa: F403
+from tests.kernels.every_backend import must_notice
 
 SOURCE = Path(os.environ.get("TRITON_KERNELS", ""))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-PLAIN = Case(torch.float32, head_dim=64, group=3, block_size=16)
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     return load(SOURCE)
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,22 +79,10 @@ def problem_of(case: Case, contexts: list[int], query_lens: list[int], **options
     return make_problem(case, contexts, query_lens, device=DEVICE, **options)
 
 
-def check_decode(kernels: ModuleType, case: Case) -> None:
-    problem = problem_of(case, case.contexts, [1] * 5)
-    assert_close(decode(kernels, problem, num_splits=3), problem.answer, case.dtype)
-
-
-def check_prefill(kernels: ModuleType, case: Case) -> None:
-    """Whole prompts, the end of one, and a slice of one token after a long past."""
-    contexts = [context for context in (*case.contexts, 40) if context]
-    problem = problem_of(case, contexts, [*contexts[:-2], 1, 13])
-    assert_close(prefill(kernels, problem), problem.answer, case.dtype)
-
-
 @pytest.mark.parametrize("case", pairwise(GRID) if INTERPRETED else GRID, ids=str)
 def test_k3_grid(kernels: ModuleType, case: Case) -> None:
-    check_decode(kernels, case)
-    check_prefill(kernels, case)
+    check_decode(kernels, case, DEVICE, num_splits=3)
+    check_prefill(kernels, case, DEVICE)
 
 
 def test_small_part_of_the_grid_has_all_pairs() -> None:
@@ -136,6 +125,7 @@ def test_slices_of_any_length(kernels: ModuleType, query_lens: list[int]) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k4_mixed_batch_equals_its_members(kernels: ModuleType, dtype: torch.dtype) -> None:
+    """To the last bit: no program sees another's rows."""
     case = PLAIN._replace(dtype=dtype)
     together = problem_of(case, [1, 300, 16, 33], [1] * 4)
     out = decode(kernels, together, num_splits=2)
@@ -148,13 +138,6 @@ def test_k4_mixed_batch_equals_its_members(kernels: ModuleType, dtype: torch.dty
         assert torch.equal(prefill(kernels, alone), out[rows])
 
 
-@pytest.mark.parametrize("context", [127, 128])
-def test_k5_last_position_of_a_full_block_table(kernels: ModuleType, context: int) -> None:
-    problem = problem_of(PLAIN, [context, 40], [1, 1], max_blocks=8)
-    assert_close(decode(kernels, problem), problem.answer, PLAIN.dtype)
-    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
-
-
 def test_grid_may_be_larger_than_the_batch_needs(kernels: ModuleType) -> None:
     """A recorded launch has the grid of the longest context that may come, and padding rows."""
     problem = problem_of(PLAIN, [5, 0, 300, 0], [1] * 4)
@@ -164,27 +147,6 @@ def test_grid_may_be_larger_than_the_batch_needs(kernels: ModuleType) -> None:
     )  # fmt: skip
     assert_close(out, problem.answer, PLAIN.dtype)
     assert (out[[1, 3]] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_k1_store_writes_its_slots_and_no_other(kernels: ModuleType, dtype: torch.dtype) -> None:
-    k_cache, v_cache = torch.full((2, 5, 4, 3, 80), -7.0, dtype=dtype, device=DEVICE)
-    key, value = torch.randn(2, 3, 4, 80).to(dtype).to(DEVICE).transpose(1, 2)
-    kernels.store_kv(key, value, k_cache, v_cache, torch.tensor([6, -1, 0, 17], device=DEVICE))
-    for cache, rows in ((k_cache, key), (v_cache, value)):
-        flat = cache.flatten(0, 1)
-        assert torch.equal(flat[[6, 0, 17]], rows[[0, 2, 3]])
-        untouched = [i for i in range(20) if i not in (6, 0, 17)]
-        assert (flat[untouched] == -7).all()  # the last slot too, where an index of -1 would go
-
-
-def test_strided_rows_are_taken_as_they_come(kernels: ModuleType) -> None:
-    """Models hand over [T, H, D] as a view of [H, T, D]."""
-    problem = problem_of(PLAIN, [50, 20, 33], [1] * 3)
-    problem.query = problem.query.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not problem.query.is_contiguous()
-    assert_close(decode(kernels, problem), problem.answer, PLAIN.dtype)
-    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs memory that is only used when written")
@@ -238,23 +200,9 @@ MUTANTS = {
 }
 
 
-def check(kernels: ModuleType) -> None:
-    problem = problem_of(PLAIN, [17, 150], [1] * 2)
-    assert_close(decode(kernels, problem, num_splits=2), problem.answer, PLAIN.dtype)
-    problem = problem_of(PLAIN, [17, 150], [17, 3])
-    assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
-
-
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_is_noticed(kernels: ModuleType, tmp_path: Path, mutant: str) -> None:
-    """A check must fail on kernels with a typical fault, or it would prove nothing."""
-    check(kernels)
-    before, after = MUTANTS[mutant]
-    source = SOURCE.read_text()
-    assert source.count(before) == 1
-    (tmp_path / "mutant.py").write_text(source.replace(before, after))
-    with pytest.raises(AssertionError, match="not close"):
-        check(load(tmp_path / "mutant.py"))
+    must_notice(kernels, MUTANTS[mutant], tmp_path, partial(decode, num_splits=2), DEVICE)
 
 
 def test_triton_is_as_told(kernels: ModuleType) -> None:
