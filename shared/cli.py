@@ -9,18 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import io
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
-from rich.console import Console
-from rich.logging import RichHandler
-
 from .live import LiveAnswers
-from .program import finish
+from .program import finish, log_to_stderr
 from .prompts import chat_prompt
 from .sampling_params import SamplingParams
 
@@ -34,10 +30,7 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
     config_class = sys.modules[engine_class.__module__].EngineConfig
     parser = build_parser(config_class, f"python -m {engine_class.__module__.rpartition('.')[0]}")
     args = parser.parse_args(argv)
-    handler = RichHandler(
-        console=Console(stderr=True), show_time=False, show_path=False, show_level=False
-    )
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    log_to_stderr(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     options = {
         field.name: getattr(args, field.name)
@@ -55,8 +48,6 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
         config_class(**options)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what it cannot show
 
     def program() -> int:
         args.prompts = [sys.stdin.read() if p == "-" else p for p in args.prompts]

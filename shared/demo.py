@@ -8,15 +8,15 @@ table and a picture. `--plain`, or output that goes to no terminal, prints a lin
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from .bench.options import whole
 from .program import finish
 from .sampling_params import SamplingParams
 from .stages import STAGES, load_stage
@@ -53,13 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The demo's options."""
     parser = argparse.ArgumentParser(
         prog="python -m shared.demo",
         description="Four chats are streaming when a long document arrives: watch them wait, "
         "stage by stage.",
     )
     parser.add_argument(
-        *("--stages",),
+        "--stages",
         type=int,
         nargs="+",
         choices=list(STAGES),
@@ -89,28 +90,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """A type of argparse: whole numbers from `least` to `most`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"allowed are whole numbers from {least} to {most}, got {text!r}"
-            )
-        return value
-
-    return parse
-
-
 def run(args: argparse.Namespace) -> int:
+    """Serve, show and compare, as the options say; returns the exit code.
+
+    Raises:
+        OutOfRange: the model has no room for the lengths that were asked for.
+    """
     plain = args.plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
     console = Console(color_system=None, force_terminal=False) if plain else Console()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what it cannot show
     args.out.mkdir(parents=True, exist_ok=True)  # fails now if it must, not after minutes
 
     # 1. One model and one traffic for all stages. Imported late: wrong options are told at once.

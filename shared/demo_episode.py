@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from .bench import agreement
 from .bench.metrics import Stall, decode_stall
 from .outputs import RequestOutput
 from .prompts import chat_prompt
@@ -58,11 +59,13 @@ class Arrival:
 
     @property
     def max_tokens(self) -> int:
+        """Most tokens that it generates."""
         assert self.params.max_tokens
         return self.params.max_tokens
 
     @property
     def is_document(self) -> bool:
+        """Whether it is the long document, and no chat."""
         return self.name == DOCUMENT
 
 
@@ -136,6 +139,7 @@ class Gap(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """How long it is."""
         return self.end - self.start
 
 
@@ -157,6 +161,7 @@ class Episode:
 
     @property
     def document(self) -> RequestOutput:
+        """The document's last output."""
         return self.outputs[DOCUMENT]
 
     @property
@@ -177,6 +182,7 @@ class Episode:
 
     @property
     def longest_gap(self) -> Gap:
+        """The longest gap of any chat."""
         return max(self.gaps, key=lambda gap: gap.seconds)
 
     @property
@@ -208,7 +214,7 @@ def serve(
     newest: str | None = None
     start = time.perf_counter()
     while waiting or engine.has_unfinished_requests():
-        while waiting and (newest is None or _has(outputs.get(newest), waiting[0].after)):
+        while waiting and (newest is None or has(outputs.get(newest), waiting[0].after)):
             arrival = waiting.popleft()
             newest = engine.add_request(arrival.prompt_token_ids, arrival.params, arrival.name)
             arrived(arrival)
@@ -221,7 +227,7 @@ def serve(
     return Episode(label, title, outputs, start, time.perf_counter())
 
 
-def _has(output: RequestOutput | None, num_tokens: int) -> bool:
+def has(output: RequestOutput | None, num_tokens: int) -> bool:
     """Whether a request has got that far, or will get no further."""
     return output is not None and (len(output.token_ids) >= num_tokens or output.finished)
 
@@ -232,10 +238,8 @@ def first_difference(episodes: Sequence[Episode]) -> str | None:
     for other in episodes[1:]:
         for name, output in one.outputs.items():
             expected, got = output.token_ids, other.outputs[name].token_ids
-            if expected != got:
-                pairs = zip(expected, got, strict=False)
-                same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-                same = min(len(expected), len(got)) if same is None else same
+            same = agreement.first_difference(expected, got)
+            if same is not None:
                 return f"{name}: {one.label} and {other.label} differ after {same} equal tokens"
     return None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -60,18 +59,15 @@ class View:
     def __enter__(self) -> View:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def arrived(self, arrival: Arrival) -> None:
+        """Take down that a request was added."""
         self.present.add(arrival.name)
 
     def stepped(self, outputs: list[RequestOutput]) -> None:
+        """Take down what a step put out."""
         for output in outputs:
             self.outputs[output.request_id] = output
             times = output.metrics.token_times
@@ -89,12 +85,14 @@ class PlainView(View):
         self._print(f"\n{self.title}")
 
     def arrived(self, arrival: Arrival) -> None:
+        """A line for it."""
         super().arrived(arrival)
         self._line(
             arrival.name, f"arrives: {arrival.title}, {len(arrival.prompt_token_ids):,} tokens"
         )
 
     def stepped(self, outputs: list[RequestOutput]) -> None:
+        """A line for each thing worth one."""
         super().stepped(outputs)
         progress = self.engine.progress(DOCUMENT)
         if progress and progress["prefilled_tokens"] > self._prefilled:
@@ -143,12 +141,7 @@ class LiveView(View):
         self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._end = time.perf_counter()
         self._live.stop()
 

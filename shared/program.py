@@ -1,11 +1,13 @@
-"""How every program of this project ends: with an exit code and at most one line, no traceback."""
+"""How every program here speaks and ends: with an exit code and at most one line, no traceback."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 from collections.abc import Callable
+from types import TracebackType
 
 EXPECTED = (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 
@@ -21,6 +23,8 @@ def finish(
     Returns:
         What it returns; 1 if it failed, 2 if it was called wrongly, 130 after Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what it cannot show
     try:
         code = program()
         sys.stdout.flush()  # if the reader has gone, it shows here and not after the last line
@@ -36,3 +40,25 @@ def finish(
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         print(f"error: {reason}", file=sys.stderr)
         return 2 if isinstance(error, usage_errors) else 1
+
+
+def log_to_stderr(level: int) -> None:
+    """Show the log from `level` on, a line each."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(
+        console=Console(stderr=True), show_time=False, show_path=False, show_level=False
+    )
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+
+
+def interrupted_import(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """A `sys.excepthook` for the seconds before `finish`: Ctrl-C ends a program in the same way."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    print("\ninterrupted", file=sys.stderr)
+    sys.exit(130)

@@ -36,23 +36,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from . import files
+from .bench.results import machine_facts
+from .demo import warm_up
+from .demo_episode import Arrival, build_arrivals, has
+from .outputs import RequestOutput
 from .program import finish
 from .stages import load_stage
 from .trace import StepRecord, Trace
-
-if TYPE_CHECKING:
-    from .demo_episode import Arrival
-    from .outputs import RequestOutput
 
 FORMAT = "mini-vllm-replay"
 VERSION = 1
@@ -141,7 +140,7 @@ def record(engine: Any, events: Sequence[Event]) -> dict[str, Any]:
     arrived: dict[str, Arrival] = {}
     origin = time.perf_counter()
     while due or engine.has_unfinished_requests():
-        while due and (not outputs or _has(outputs.get(due[0].who), due[0].num_tokens)):
+        while due and (not outputs or has(outputs.get(due[0].who), due[0].num_tokens)):
             event = due.popleft()
             if event.abort:
                 engine.abort_request(event.abort)
@@ -170,10 +169,6 @@ def record(engine: Any, events: Sequence[Event]) -> dict[str, Any]:
         for name, arrival in arrived.items()
     ]
     return {"requests": requests, "steps": list(_steps(recorder, texts, names, origin))}
-
-
-def _has(output: Any, num_tokens: int) -> bool:
-    return output is not None and (len(output.token_ids) >= num_tokens or output.finished)
 
 
 def _since(origin: float, moment: float | None) -> float:
@@ -305,9 +300,6 @@ def record_all(args: argparse.Namespace) -> int:
     """Record what the command line says; returns 0."""
     args.out.mkdir(parents=True, exist_ok=True)
 
-    from .bench.results import machine_facts
-    from .demo import warm_up
-    from .demo_episode import build_arrivals
     from .models import load_model
 
     print(f"loading {args.model} ...", flush=True)
@@ -338,7 +330,3 @@ def record_all(args: argparse.Namespace) -> int:
         size = path.stat().st_size
         print(f"{path}: {len(recorded['steps'])} steps, {seconds:.1f} s, {size:,} bytes")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -407,7 +407,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
         ("bench plots --out /nowhere", 1, ""),
         ("bench soak --requests 0", 2, "whole number from 1 to"),
         ("bench soak --model tiny:what", 2, "no tiny model of architecture 'what'"),
-        ("demo --chunk nan", 2, "whole numbers from 16 to 8192, got 'nan'"),
+        ("demo --chunk nan", 2, "whole number from 16 to 8192, got 'nan'"),
         ("demo --max-tokens 999999999", 2, "got '999999999'"),
         ("demo --model tiny --max-tokens 5000", 2, "context of 1024 tokens allows 16 to"),
         ("demo --model tiny --out /dev/null", 1, "/dev/null"),

@@ -24,7 +24,7 @@ DELAY = Measure("delay", "ms", "milliseconds", "lower")
 
 def report(*rounds: tuple[str, float, float | None], name: str = "test") -> Report:
     made = Report(name, "python -m shared.bench test", seed=7)
-    made.show("t", ["speed", "delay"], speed=SPEED, delay=DELAY)
+    made.show("t", {"speed": SPEED, "delay": DELAY})
     for row, speed, delay in rounds:
         made.measure("t", row, {"speed": speed, "delay": delay}, size=4)
     return made

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -272,6 +273,21 @@ def test_a_reader_that_goes_away() -> None:
 def test_ctrl_c_for_the_program() -> None:
     code, said = interrupted(lambda program: program.send_signal(signal.SIGINT))
     assert (code, said.strip()) == (130, "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("program", "imports"),
+    [("stages.01_block_manager", "tqdm"), ("shared.bench", "rich"), ("shared.demo", "rich")],
+)
+def test_ctrl_c_while_a_program_is_imported(program: str, imports: str, tmp_path: Path) -> None:
+    (tmp_path / f"{imports}.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", program, "x"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
 def test_the_program_reads_a_pipe() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
@@ -12,9 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from rich.console import Console
-from rich.logging import RichHandler
 
-from shared.program import finish
+from shared.program import finish, log_to_stderr
 
 from . import options
 from .results import Report
@@ -36,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line is wrong; 130 after Ctrl-C, with what was measured until then printed and written.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    modules = {name: load(name) for name in NAMES if exists(name)}
+    modules = {name: importlib.import_module(f"{__package__}.{name}") for name in NAMES}
     parser = argparse.ArgumentParser(
         prog="python -m shared.bench", description="Measure what each stage buys."
     )
@@ -86,15 +84,8 @@ def measure(module: ModuleType, args: argparse.Namespace, console: Console, comm
     return code
 
 
-def exists(name: str) -> bool:
-    return importlib.util.find_spec(f"{__package__}.{name}") is not None
-
-
-def load(name: str) -> ModuleType:
-    return importlib.import_module(f"{__package__}.{name}")
-
-
 def first_line(module: ModuleType) -> str:
+    """What a module says of itself, in short."""
     return (module.__doc__ or "").strip().splitlines()[0].rstrip(".")
 
 
@@ -102,10 +93,7 @@ def quiet_libraries() -> None:
     """Warnings go to stderr; what transformers says about every `generate()` goes nowhere."""
     import transformers
 
-    handler = RichHandler(
-        console=Console(stderr=True), show_time=False, show_path=False, show_level=False
-    )
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    log_to_stderr(logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -67,7 +67,7 @@ def run(session: Session) -> None:
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rounds = args.rounds or size["rounds"]
-    report.show(KERNELS, list(OWN), **OWN)
+    report.show(KERNELS, OWN)
     bandwidth = copy_bandwidth(session.shape().device)
     report.settings |= {"copy_gb_s": round(bandwidth, 1), "block_size": args.block_size}
     report.settings["threads"] = torch.get_num_threads()
@@ -221,7 +221,7 @@ def check_alike(results: dict[str, Tensor], dtype: torch.dtype) -> None:
 def whole_step(session: Session, batch: int, context: int, steps: int) -> None:
     """Stages 01 and 02 decode the same sequences, one step in turn."""
     report = session.report
-    report.show(STEP, list(STEP_OWN), **STEP_OWN)
+    report.show(STEP, STEP_OWN)
     passages = Passages(session.text(), session.args.seed)
     prompts = [list(passages.take(context)) for _ in range(batch)]
     blocks = batch * -(-(context + steps + 2) // 16)

@@ -68,7 +68,7 @@ def run(session: Session) -> None:
     size = sizes(args, FULL, QUICK)
     rounds, waiting = args.rounds or size["rounds"], args.waiting or size["waiting"]
     report.settings |= {"running": args.running, "steps": size["steps"], "waiting": waiting}
-    report.show(SCHEDULER, list(STEP), **STEP)
+    report.show(SCHEDULER, STEP)
     names = [f"stage {stage:02d}" for stage in args.stages]
     for name in session.turns(names, rounds):
         for num_waiting in (0, waiting):
@@ -128,7 +128,7 @@ def scheduler_steps(
 def block_manager(session: Session, rounds: int, num_tokens: int) -> None:
     """The table of stage 03's block manager, for pools of all sizes."""
     report = session.report
-    report.show(BLOCKS, list(BLOCK), **BLOCK)
+    report.show(BLOCKS, BLOCK)
     stage = load_stage(3)
     prompts = token_lists(num_tokens, session.args.seed)
     for name in session.turns([f"{pool:,} blocks" for pool in POOLS], rounds):

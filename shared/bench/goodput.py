@@ -99,7 +99,7 @@ def run(session: Session) -> None:
     tell_limits(report, limits)
 
     # 2. Rates upwards, stages in turn.
-    report.show(CURVE, list(OWN), **OWN)
+    report.show(CURVE, OWN)
     plan = [(rate, name) for rate in rates for name in engines] * (args.rounds or 1)
     for rate, name in session.track(plan, [f"{name}, {rate:g}/s" for rate, name in plan]):
         fresh(engines[name])
@@ -166,7 +166,7 @@ def best(
     report: Report, curve: str, table: str, names: Sequence[str], rates: Sequence[float]
 ) -> None:
     """What the curve says about each row, in a table of its own."""
-    report.show(table, list(BEST), **BEST)
+    report.show(table, BEST)
     for name in names:
         found = {rate: report.median(curve, name, "in_time", rate=rate) for rate in rates}
         highest = highest_rate({rate: value or 0.0 for rate, value in found.items()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from . import rows
-from .metrics import MEASURES
 from .options import Parser, sizes, whole
 from .results import Report
 from .session import Session
@@ -22,6 +21,8 @@ QUICK = {
     "own_tokens": (16, 32),
     "max_tokens": 12,
 }
+# How a workload calls its number of requests, if not `num_requests`.
+COUNTS = {"long_prompt": "num_streams", "multi_turn": "num_chats", "example": "num_chats"}
 NAMES = {"naive": rows.NAIVE, "generate": rows.CACHED, "padded": rows.PADDED} | {
     **{f"{stage:02d}": name for stage, name in rows.STAGES.items()},
     **{"generate_batch": rows.PEER_BATCH, "padded_stock": rows.PEER_PADDED},
@@ -31,10 +32,10 @@ NAMES = {"naive": rows.NAIVE, "generate": rows.CACHED, "padded": rows.PADDED} | 
 def add_options(parser: Parser) -> None:
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="example")
     parser.add_argument(
-        *("--requests",), type=whole(1, 1000), help="of the workload, in place of its own number"
+        "--requests", type=whole(1, 1000), help="of the workload, in place of its own number"
     )
     parser.add_argument(
-        *("--concurrency",),
+        "--concurrency",
         type=whole(1, 1000),
         help="closed loop: so many requests under way at once (default: open loop)",
     )
@@ -45,14 +46,14 @@ def run(session: Session) -> None:
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rounds = args.rounds or size["rounds"]
-    own = {key: value for key, value in size.items() if key != "rounds"}
-    if args.workload != "example":
-        own = {}
+    own = {}
+    if args.workload == "example":
+        own = {key: value for key, value in size.items() if key != "rounds"}
     if args.requests:
-        own[COUNTS[args.workload]] = args.requests
+        own[COUNTS.get(args.workload, "num_requests")] = args.requests
     workload = WORKLOADS[args.workload](session.text(), args.seed, **own)
     report.workloads[workload.name] = workload.summary()
-    report.show(TABLE, [key for key in COLUMNS if key in MEASURES])
+    report.show(TABLE, COLUMNS)
     names = [NAMES[name] for name in args.rows]
     if any(name.endswith("*") for name in names):
         report.notes.append(rows.PEER_NOTE)
@@ -60,16 +61,6 @@ def run(session: Session) -> None:
         report.notes.append(f"{rows.NAIVE}: one round, since it takes longer than all others.")
     report.settings["concurrency"] = args.concurrency
     rows.measure(session, TABLE, workload, names, rounds, [rows.NAIVE], args.concurrency)
-
-
-COUNTS = {
-    "chat": "num_requests",
-    "shared_prefix": "num_requests",
-    "long_prompt": "num_streams",
-    "multi_turn": "num_chats",
-    "mixed": "num_requests",
-    "example": "num_chats",
-}
 
 
 def conclude(report: Report) -> None:

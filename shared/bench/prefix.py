@@ -16,6 +16,7 @@ import torch
 from shared import load_stage
 
 from . import bookkeeping, metrics, rows, workloads
+from .agreement import first_difference
 from .metrics import MEASURES, Measure
 from .options import Parser, sizes, whole
 from .results import Report
@@ -82,7 +83,7 @@ def questions(session: Session, workload: Workload) -> None:
     """Part (a): each question in turn in both stages and bare; a row's rounds are questions."""
     report = session.report
     report.workloads["shared_prefix"] = workload.summary()
-    report.show(QUESTIONS, list(OWN), **OWN)
+    report.show(QUESTIONS, OWN)
     options = rows.engine_options(workload, BLOCK_SIZE)
     engines = {stage: session.engine(stage, **options) for stage in (2, 3)}
     ids = [request.request_id for request in workload.requests]
@@ -106,8 +107,7 @@ def questions(session: Session, workload: Workload) -> None:
 def common_prefix(workload: Workload) -> int:
     """Tokens that all prompts begin with, in whole blocks: what a cache can find."""
     first, second = (request.prompt_token_ids for request in workload.requests[:2])
-    length = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
-    return length // BLOCK_SIZE * BLOCK_SIZE
+    return (first_difference(first, second) or 0) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def bare_forward(engine: Any, prompt_token_ids: list[int], num_own: int) -> float:

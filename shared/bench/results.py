@@ -62,6 +62,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
+        """Whether the value is on the right side of the limit."""
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
@@ -92,14 +93,15 @@ class Report:
         self._rounds: dict[Key, list[dict[str, float | None]]] = {}
         self._shown: dict[str, list[str]] = {}
 
-    def show(self, table: str, keys: Iterable[str], **own: Measure) -> None:
-        """Choose the columns of a table, in order: keys of `MEASURES`, then `own` ones.
+    def show(self, table: str, columns: Iterable[str] | Mapping[str, Measure]) -> None:
+        """Choose the columns of a table, in order: keys of `MEASURES`, or measures of its own.
 
         What is measured beyond them goes to the JSON only.
         """
-        self.columns.update({key: MEASURES[key] for key in keys if key in MEASURES})
-        self.columns.update(own)
-        self._shown[table] = [*keys, *(key for key in own if key not in keys)]
+        if not isinstance(columns, Mapping):
+            columns = {key: MEASURES[key] for key in columns}
+        self.columns.update(columns)
+        self._shown[table] = list(columns)
 
     def measure(self, table: str, name: str, values: Values, **params: Any) -> None:
         """Add one round's numbers to the row `name` with `params`."""

@@ -50,7 +50,7 @@ def _runner(session: Session, workload: Workload, name: str, concurrency: int | 
     if name in STAGES.values():
         stage = next(stage for stage, title in STAGES.items() if title == name)
         engine = session.engine(stage, **engine_options(workload))
-        return functools.partial(_serve, engine, workload, concurrency)
+        return functools.partial(serve, engine, workload, concurrency)
     model = (session.stock_model() if name.endswith("*") else session.model()).model
     if name == NAIVE:
         generate = functools.partial(baselines.generate_naive, model)
@@ -76,7 +76,8 @@ def engine_options(workload: Workload, block_size: int = 16) -> dict[str, int]:
     }
 
 
-def _serve(engine: Any, workload: Workload, concurrency: int | None) -> Run:
+def serve(engine: Any, workload: Workload, concurrency: int | None = None) -> Run:
+    """Serve `workload` once with a cold engine, whose use of memory is taken down."""
     fresh(engine)
     run = run_engine(engine, workload, concurrency)
     run.use = metrics.kv_use(run.steps, engine.config.block_size)

@@ -118,12 +118,12 @@ class Session:
         """Iterate over `items` with a progress bar that says which one is being measured."""
         title = self.report.benchmark
         if not self.console.is_terminal:
+            tell = functools.partial(self.console.print, highlight=False, markup=False)
             for i, (item, name) in enumerate(zip(items, names, strict=True)):
+                tell(f"[{i + 1}/{len(items)}] {title}: {name}", end="")
                 start = time.perf_counter()
                 yield item
-                seconds = time.perf_counter() - start
-                line = f"[{i + 1}/{len(items)}] {title}: {name} ({seconds:.1f} s)"
-                self.console.print(line, highlight=False, markup=False)
+                tell(f" ({time.perf_counter() - start:.1f} s)")
             return
         columns = (
             SpinnerColumn(),

@@ -115,7 +115,7 @@ def prediction(session: Session, size: dict[str, Any]) -> None:
     )
     other = calibration(session.text(), args.seed + 1, size["long_prompt_tokens"])
     report.workloads |= {"long_prompt": episode.summary(), "calibration": other.summary()}
-    report.show(PREDICTION, list(PREDICTED), **PREDICTED)
+    report.show(PREDICTION, PREDICTED)
 
     # 1. Measure.
     engines = {
@@ -212,8 +212,8 @@ def random_text(seed: int, num_tokens: int = 200_000) -> list[int]:
 def streams(session: Session, size: dict[str, Any], roofline: Roofline) -> None:
     """(b): stage 03 computes the prompt in one step; stage 04 by its budget and smaller chunks."""
     args, report = session.args, session.report
-    keys = [key for key in stall.OWN if key not in ("over_target", "gap_p99")]
-    report.show(STREAMS, keys, **{key: stall.OWN[key] for key in keys})
+    left_out = ("over_target", "gap_p99")
+    report.show(STREAMS, {key: m for key, m in stall.OWN.items() if key not in left_out})
     workload = workloads.long_prompt(
         random_text(args.seed),
         args.seed,
@@ -238,7 +238,7 @@ def streams(session: Session, size: dict[str, Any], roofline: Roofline) -> None:
 def hours(session: Session, size: dict[str, Any], roofline: Roofline) -> None:
     """(c): so many requests that their 99th percentile means something, with stage 04."""
     args, report = session.args, session.report
-    report.show(HOURS, [*SIMULATED, *LATENCY], **SIMULATED, **{k: MEASURES[k] for k in LATENCY})
+    report.show(HOURS, SIMULATED | {key: MEASURES[key] for key in LATENCY})
     num_requests = args.requests or size["hours_requests"]
     for name in session.track([rows.STAGES[4]], [f"(c) {num_requests} requests"]):
         workload = workloads.mixed(
@@ -266,8 +266,7 @@ def latency(outputs: list[RequestOutput]) -> dict[str, float | None]:
 def fleet(session: Session, size: dict[str, Any], roofline: Roofline) -> None:
     """(d): each question has one of many documents before it; a replica cannot keep them all."""
     args, report = session.args, session.report
-    shown = ("hit_rate", "ttft_p50", "ttft_p99", "itl_p99", "output_tok_s")
-    report.show(FLEET, shown, **{key: MEASURES[key] for key in shown})
+    report.show(FLEET, ("hit_rate", "ttft_p50", "ttft_p99", "itl_p99", "output_tok_s"))
     workload = questions(
         args.seed,
         num_requests=size["fleet_requests"],
@@ -298,7 +297,7 @@ def questions(seed: int, num_requests: int, num_documents: int, rate: float) -> 
 def curve(session: Session, size: dict[str, Any], roofline: Roofline) -> None:
     """(e): arrival rates swept, as `goodput` does on the real engine."""
     args, report = session.args, session.report
-    report.show(CURVE, list(goodput.OWN), **goodput.OWN)
+    report.show(CURVE, goodput.OWN)
     limits = {"ttft": args.ttft_ms / metrics.MS, "itl": args.itl_ms / metrics.MS}
     goodput.tell_limits(report, limits, "(e) limits")
     rates, names = size["rates"], [rows.STAGES[stage] for stage in (3, 4)]

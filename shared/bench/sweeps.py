@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import metrics, rows, stall, workloads
+from . import rows, stall, workloads
 from .metrics import MEASURES, Measure
 from .options import Parser, sizes, whole
-from .runner import run_engine
-from .session import Session, fresh
+from .session import Session
 
 CHUNKS, BLOCKS, POOLS = "chunk size", "block size", "pool size"
 PREEMPTED = {
@@ -85,7 +84,7 @@ def block_sizes(
         for block in blocks
     }
     for name in session.turns(list(engines), rounds):
-        values = serve(session, engines[name], workload)
+        values = rows.values(rows.serve(engines[name], workload), session.bytes_per_token())
         report.measure(BLOCKS, rows.STAGES[stage], values, block=int(name))
 
 
@@ -96,7 +95,7 @@ def pool_sizes(
     report, stage = session.report, session.args.stage
     report.workloads["chat, long answers"] = workload.summary()
     shown = ("output_tok_s", "ttft_p50", "ttft_max", "itl_max", "kv_waste")
-    report.show(POOLS, [*PREEMPTED, *shown], **PREEMPTED, **{key: MEASURES[key] for key in shown})
+    report.show(POOLS, PREEMPTED | {key: MEASURES[key] for key in shown})
     options = rows.engine_options(workload)
     largest = -(-max(workload.lengths().values()) // options["block_size"])
     pools = {p: max(largest, options["num_blocks"] * p // 100) for p in percents}
@@ -108,18 +107,10 @@ def pool_sizes(
     }
     for name in session.turns(list(engines), rounds):
         before = engines[name].stats()
-        values = serve(session, engines[name], workload)
+        values = rows.values(rows.serve(engines[name], workload), session.bytes_per_token())
         after = engines[name].stats()
         needed = sum(workload.lengths().values()) - len(workload.requests)
         values["preemptions"] = after["preemptions"] - before["preemptions"]
         values["computed"] = 100 * (after["tokens"] - before["tokens"]) / needed
         params = {"pool %": int(name), "blocks": pools[int(name)]}
         report.measure(POOLS, rows.STAGES[stage], values, **params)
-
-
-def serve(session: Session, engine: Any, workload: workloads.Workload) -> dict[str, float | None]:
-    """One round's numbers of a cold engine."""
-    fresh(engine)
-    result = run_engine(engine, workload)
-    result.use = metrics.kv_use(result.steps, engine.config.block_size)
-    return rows.values(result, session.bytes_per_token())
