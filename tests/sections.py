@@ -32,9 +32,9 @@ OF_A_FILE = {
         ("*C5_*|*B12_*|*B3_*|*B4_*", CHUNKS, "Prefix cache and chunks together"),
         ("*state_machine*", CHUNKS, "One more state"),
         ("*A1_*|*A3_*", CHUNKS, "An abort in the middle"),
-        ("*S4_*|*between_two_tokens*|*share*|*S5_*", CHUNKS, "Decodes first"),
+        ("*S4_*|*between_two_tokens*|*share*|*turn*|*S5_*", CHUNKS, "Decodes first"),
         (
-            "*S3_*|*half_done_prompt_takes*|*mixed_company*",
+            "*S3_*|*half_done_prompt_takes*|*admitted*|*mixed_company*",
             CHUNKS,
             "Partial prefills that block each other",
         ),
