@@ -6,13 +6,13 @@ Knows nothing about engines, caches or attention: a stage sets its own attention
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from . import configs
 from .packed_linear import pack_linears as _pack_linears
 from .probe import ModelShape, UnsupportedModel, inspect_model
 from .smollm2 import smollm2_folder
@@ -28,7 +28,6 @@ from .tiny import (
 
 __all__ = ["LoadedModel", "ModelShape", "UnsupportedModel", "inspect_model", "load_model"]
 
-CONFIGS = Path(__file__).parent / "configs"
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -37,6 +36,8 @@ DTYPES = {
 
 
 class LoadedModel(NamedTuple):
+    """A model, and what makes token ids of its texts."""
+
     model: Any  # a transformers causal language model in eval mode, without gradients
     tokenizer: Any  # its tokenizer; `chat_template` is None if the model has none
 
@@ -95,17 +96,9 @@ def named_config(name: str) -> Any:
     """The config `shared/configs/NAME.json`, with the special tokens of the tiny tokenizer."""
     from transformers import AutoConfig
 
-    path = CONFIGS / f"{name}.json"
-    if name not in config_names():
-        raise ValueError(f"no config {name!r} in {CONFIGS}; known: {', '.join(config_names())}")
-    fields = json.loads(path.read_text())
+    fields = configs.read(name)
     special = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     return AutoConfig.for_model(fields.pop("model_type"), **fields, **special)
-
-
-def config_names() -> list[str]:
-    """The names that "random:NAME" knows."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -193,6 +186,6 @@ def _hub_answers(name: str) -> bool:
 def _unknown(name: str, reason: str) -> str:
     return (
         f"cannot load model {name!r}: {reason} (a model is smollm2, tiny, tiny:ARCH with ARCH of "
-        f"{', '.join(ARCHITECTURES)}, random:NAME with NAME of {', '.join(config_names())}, "
+        f"{', '.join(ARCHITECTURES)}, random:NAME with NAME of {', '.join(configs.names())}, "
         "a folder with safetensors, a .gguf file, or a name on the Hugging Face hub)"
     )

@@ -6,13 +6,11 @@ The roofline model: a step takes as long as computing or as reading, whichever i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-CONFIGS = Path(__file__).parent / "configs"
+from . import configs
 
 
 @dataclass(frozen=True)
@@ -47,19 +45,16 @@ class ModelSize:
         kv_bytes: of one token in the cache.
     """
 
-    linear: float
-    head: float
-    total: float
-    attention: float
-    kv_bytes: float
+    linear: int
+    head: int
+    total: int
+    attention: int
+    kv_bytes: int
 
     @classmethod
     def named(cls, name: str) -> ModelSize:
         """Of a model in `shared/configs`. Raises ValueError if there is none of that name."""
-        names = sorted(path.stem for path in CONFIGS.glob("*.json"))
-        if name not in names:
-            raise ValueError(f"no shape {name!r}; there are {', '.join(names)}")
-        c = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+        c = configs.read(name)
         hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
         queries, kv = heads * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
         linear = layers * hidden * (2 * queries + 2 * kv + 3 * c["intermediate_size"])

@@ -19,6 +19,7 @@ import jinja2
 import pytest
 import yaml
 
+from shared.roofline import ModelSize
 from tools import (
     docs_bench,
     docs_code,
@@ -463,13 +464,12 @@ def test_sums_in_the_text_are_right() -> None:
 )
 def test_bytes_per_token(name: str, size: int) -> None:
     """2 x layers x KV heads x head dimension x 2 bytes, worked out by hand."""
-    assert docs_example.kv_bytes_per_token(docs_example.configs()[name]) == size
+    assert ModelSize.named(name).kv_bytes == size
 
 
 def test_parameters_are_about_what_the_names_say() -> None:
     for name, billions in (("llama-3.1-8b", 8.03), ("llama-3.2-1b", 1.24), ("qwen3-0.6b", 0.60)):
-        parameters = docs_example.num_parameters(docs_example.configs()[name])
-        assert parameters / 1e9 == pytest.approx(billions, abs=0.01)
+        assert ModelSize.named(name).total / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_the_pool_when_the_document_arrives() -> None:
@@ -580,19 +580,6 @@ def test_pictures_of_measurements_say_where_and_when() -> None:
         docs_bench.stall_picture(results, ["stage 04"], words)
     with pytest.raises(DocsError, match="no claims"):
         docs_bench.claims(results, words)
-    rows = [
-        {
-            "table": "chunk size",
-            "name": "stage 04",
-            "params": {"chunk": chunk},
-            "values": {"gap_max": {"median": ms, "min": ms, "max": ms, "rounds": [ms]}},
-        }
-        for chunk, ms in ((64, 10.0), (128, 20.0), (256, 40.0))
-    ]
-    html = docs_bench.sweep_picture(
-        results | {"rows": rows}, "chunk size", "chunk", ["gap_max"], words, "A sweep."
-    )
-    assert html.count("<circle") == 3 and "2030-01-02" in html
 
 
 def test_a_picture_has_both_variants_and_words(tmp_path: Path) -> None:
@@ -611,7 +598,7 @@ def test_results_that_prove_nothing_are_refused(tmp_path: Path) -> None:
     for change, why in (
         ({"complete": False}, "interrupted"),
         ({"failures": ["rows differ"]}, "failed"),
-        ({"version": 7}, "version 1"),
+        ({"version": 7}, "expected 1"),
     ):
         (tmp_path / "stall.json").write_text(json.dumps(RESULTS | change))
         with pytest.raises(DocsError, match=why):
@@ -622,10 +609,7 @@ def test_results_that_prove_nothing_are_refused(tmp_path: Path) -> None:
         docs_bench.pick(RESULTS, "sweep")
 
 
-def test_results_are_there_or_pending() -> None:
+def test_results_that_pages_name_are_there() -> None:
     text = "\n".join(path.read_text() for path in PAGES)
     named = set(re.findall(r'\{\{ (?:results|measured_\w+)\("(\w+)"', text))
-    there = {path.stem for path in docs_bench.FOLDER.glob("*.json")}
-    pending = set(docs_macros.pending())
-    assert named <= there | pending
-    assert pending <= named - there, "pending, though it is there or on no page"
+    assert named and named <= {path.stem for path in docs_bench.FOLDER.glob("*.json")}

@@ -14,9 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared import smollm2
+from shared import configs, smollm2
 from shared.models import (
-    config_names,
     inspect_model,
     load_model,
     named_config,
@@ -141,8 +140,8 @@ class TestRandom:
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             del fields[key]
         (tmp_path / "small.json").write_text(json.dumps(fields))
-        monkeypatch.setattr("shared.models.CONFIGS", tmp_path)
-        assert config_names() == ["small"]
+        monkeypatch.setattr("shared.configs.FOLDER", tmp_path)
+        assert configs.names() == ["small"]
         model, tokenizer = load_model("random:small", "cpu", "bfloat16")
         assert model.dtype == torch.bfloat16
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id == EOS_ID

@@ -1,15 +1,13 @@
 """Tables and bars on the site, from the JSON files that `python -m shared.bench` writes.
 
 No measured number is typed into a page. Each table and figure has the machine, the versions and the
-date of its run below it. A file that is not there is an error, unless it is listed as pending; then
-the page says that it is pending, and no number.
+date of its run below it. A file that is not there is an error.
 
 Knows the format of the files (see `shared.bench.results`), not how they were measured.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,12 +15,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tools.docs_code import DocsError
+from shared.bench.results import load as load_results
+from tools.docs_code import ROOT, DocsError
 from tools.docs_svg import Canvas
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "assets" / "bench"
-FORMAT, VERSION = "mini-vllm-bench", 1
 NOWHERE: Mapping[str, Any] = {}
 
 
@@ -31,14 +28,15 @@ def load(name: str, folder: Path = FOLDER) -> dict[str, Any]:
     path = folder / f"{name}.json"
     if not path.is_file():
         raise DocsError(f"no results {path.name}; make them with python -m shared.bench")
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        raise DocsError(f"{path.name} is not a {FORMAT} file of version {VERSION}")
+    try:
+        content = load_results(path)
+    except ValueError as error:
+        raise DocsError(str(error)) from error
     if not content["complete"]:
         raise DocsError(f"{path.name} is of a run that was interrupted")
     if content["failures"]:
         raise DocsError(f"{path.name} is of a run that failed: {content['failures'][0]}")
-    return dict(content)
+    return content
 
 
 def provenance(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
@@ -218,59 +216,6 @@ def _round_step(value: float) -> float:
     """1, 2 or 5 times a power of ten, not below `value`."""
     power = 10.0 ** math.floor(math.log10(value))
     return float(next(m * power for m in (1, 2, 5, 10) if m * power >= value))
-
-
-def sweep_picture(
-    results: Mapping[str, Any],
-    table: str,
-    param: str,
-    columns: Sequence[str],
-    words: Mapping[str, str],
-    caption: str = "",
-) -> str:
-    """Columns over a parameter, both axes logarithmic, with the spread of the rounds."""
-    rows = sorted(pick(results, table), key=lambda row: row["params"][param])
-    points = {
-        column: [(row["params"][param], row["values"][column]) for row in rows]
-        for column in columns
-    }
-    low = min(v["min"] for column in columns for _, v in points[column])
-    high = max(v["max"] for column in columns for _, v in points[column])
-    left, right, top, bottom = 64, 620, 34, 226
-    canvas = Canvas(640, 276)
-    first, last = rows[0]["params"][param], rows[-1]["params"][param]
-
-    def x(value: float) -> float:
-        return left + 20 + math.log(value / first) / math.log(last / first) * (right - left - 40)
-
-    def y(value: float) -> float:
-        return bottom - math.log(value / low) / math.log(high / low) * (bottom - top)
-
-    tick = 10.0 ** math.floor(math.log10(low))
-    while tick <= high:
-        for value in (tick, 2 * tick, 5 * tick):
-            if low <= value <= high:
-                canvas.line(left, y(value), right, y(value), "free")
-                canvas.text(left - 8, y(value) + 4, number(value), "small muted", "end")
-        tick *= 10
-    for value, _ in points[columns[0]]:
-        canvas.text(x(value), bottom + 20, f"{value:,}", "small muted", "middle")
-    canvas.text((left + right) / 2, bottom + 42, param, "small muted", "middle")
-    for i, column in enumerate(columns):
-        colour = ("doc", "A", "B", "C")[i % 4]
-        path = "".join(
-            f"{'L' if n else 'M'}{x(p):.1f} {y(v['median']):.1f}"
-            for n, (p, v) in enumerate(points[column])
-        )
-        canvas.path(path, colour, 2)
-        for p, v in points[column]:
-            canvas.line(x(p), y(v["min"]), x(p), y(v["max"]), colour)
-            canvas.circle(x(p), y(v["median"]), 4, colour)
-        measure = results["columns"][column]
-        canvas.rect(left + i * 200, 6, 12, 12, colour)
-        label = f"{measure['title']} ({measure['unit']})"
-        canvas.text(left + 18 + i * 200, 16, label, "small muted")
-    return _figure(canvas, caption, results, words)
 
 
 def picture(name: str, alt: str, caption: str = "", page: str = "", folder: Path = FOLDER) -> str:

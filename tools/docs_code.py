@@ -20,10 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 3  # unchanged lines around a change
 MAX_NEW_FILE = 60  # a longer new file is described, not shown: its page embeds the parts
-KERNELS = (
-    "paged_attention_",
-    "cuda_graph",
-)  # shown as new files only; stages copy them as they are
+KERNELS = ("paged_attention_", "cuda_graph")  # shown as new files only: stages copy them
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
@@ -93,31 +90,29 @@ def _line_with(path: str, first: int, last: int, fragment: str) -> int:
 
 def listing(
     path: str,
-    name: str = "",
+    name: str,
     start: str = "",
     end: str = "",
     notes: Sequence[Sequence[str]] = (),
     docstring: bool = True,
-    highlight: Sequence[str] = (),
 ) -> str:
     """A fenced block of code, as Markdown.
 
     Args:
         path: file, from the root of the repository.
-        name: qualified name of what to show; empty for the whole file.
+        name: qualified name of what to show.
         start, end: show from the line that contains `start` to the one before that with `end`.
         notes: pairs of a fragment of a line and a sentence; the line gets a mark that opens it.
         docstring: False leaves the definition's docstring out.
-        highlight: fragments of lines to set off.
     """
     lines = _source(path)
-    first, last = span(path, name) if name else (1, len(lines))
+    first, last = span(path, name)
     if start:
         first = _line_with(path, first, last, start)
     if end:
         last = _line_with(path, first + 1, last, end) - 1
     numbers = list(range(first, last + 1))
-    if name and not docstring and not start:
+    if not docstring and not start:
         hidden = _docstring_lines(definitions(path)[name])
         numbers = [n for n in numbers if n not in hidden]
     while numbers and not lines[numbers[-1] - 1].strip():
@@ -131,12 +126,9 @@ def listing(
         marks[line] = i
     shown = [_marked(lines[n - 1], marks.get(n)) for n in numbers]
     indent = min((len(s) - len(s.lstrip()) for s in shown if s.strip()), default=0)
-    wanted = [numbers.index(_line_with(path, first, last, f)) + 1 for f in highlight]
     options = [f'title="{path}, from line {first}"']
-    if docstring or not name or start:
+    if docstring or start:
         options.append(f'linenums="{first}"')
-    if wanted:
-        options.append(f'hl_lines="{" ".join(map(str, wanted))}"')
     block = ["```{ .python .annotate " + " ".join(options) + " }"]
     block += [s[indent:] for s in shown]
     block.append("```")
@@ -173,6 +165,7 @@ class Hunk:
 
 
 def stage_folder(number: int) -> Path:
+    """Where a stage lies."""
     return next((ROOT / "stages").glob(f"{number:02d}_*"))
 
 
@@ -277,13 +270,3 @@ def _new_file(path: str, why: Mapping[str, str], words: Mapping[str, str]) -> li
         return [f"!!! abstract {title}", "", f"    {why['file']}", ""]
     code = ["    ```python", *(f"    {line}".rstrip() for line in lines), "    ```", ""]
     return [f"??? abstract {title}", "", f"    {why['file']}", "", *code]
-
-
-def unchanged_files(before: int, after: int) -> list[str]:
-    """Files of stage `after` that are the same, byte for byte, as in stage `before`."""
-    old, new = stage_folder(before), stage_folder(after)
-    return sorted(
-        p.name
-        for p in new.glob("*.py")
-        if (old / p.name).is_file() and (old / p.name).read_bytes() == p.read_bytes()
-    )

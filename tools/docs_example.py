@@ -11,16 +11,14 @@ which need no torch.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.docs_code import ROOT, stage_folder
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
@@ -43,7 +41,7 @@ OPTIONS = {
 @cache
 def rooms(number: int) -> SimpleNamespace:
     """The bookkeeping modules of a stage, imported without its package, which would load torch."""
-    folder = next((ROOT / "stages").glob(f"{number:02d}_*"))
+    folder = stage_folder(number)
     name = f"bookkeeping_of_{folder.name}"
     package = ModuleType(name)
     package.__path__ = [str(folder)]
@@ -74,9 +72,11 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens computed in this step."""
         return sum(num_tokens for _, _, num_tokens in self.slices)
 
     def tokens_of(self, name: str) -> int:
+        """Those of one sequence; 0 if it has no slice."""
         return sum(n for who, _, n in self.slices if who == name)
 
     @property
@@ -102,6 +102,7 @@ class Bookkeeper:
         self.steps: list[Step] = []
 
     def add(self, name: str, token_ids: Iterable[int], max_tokens: int, **more: Any) -> Any:
+        """Queue a request as an engine does; returns its `Sequence`. `more` are its fields."""
         token_ids = list(token_ids)
         max_tokens = self.scheduler.check(len(token_ids), max_tokens)
         sequence = self.rooms.sequence.Sequence(name, token_ids, max_tokens, **more)
@@ -110,6 +111,7 @@ class Bookkeeper:
         return sequence
 
     def finish(self, name: str, reason: str) -> None:
+        """End a sequence, in whatever state it is; its blocks come back."""
         self.scheduler.finish(self.sequences.pop(name), reason)
 
     def step(self) -> Step:
@@ -200,28 +202,6 @@ def chunks(steps: list[Step], name: str) -> list[tuple[int, int, int]]:
         if name in step.sampled:
             return found
     return found
-
-
-def configs() -> dict[str, dict[str, Any]]:
-    """The real models' shapes in `shared/configs`, by name."""
-    folder = ROOT / "shared" / "configs"
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-
-
-def kv_bytes_per_token(config: dict[str, Any], itemsize: int = 2) -> int:
-    """Keys and values of one token in all layers."""
-    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
-    return int(config["num_hidden_layers"] * per_layer * itemsize)
-
-
-def num_parameters(config: dict[str, Any]) -> int:
-    """Weights of a Llama-like decoder: embeddings, attention, gated MLP, norms left out."""
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    mlp = 3 * hidden * config["intermediate_size"]
-    embeddings = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
-    return int(config["num_hidden_layers"] * (attention + mlp) + embeddings)
 
 
 @cache

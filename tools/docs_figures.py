@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.roofline import GPUS
 from tools import docs_code
 from tools import docs_example as example
 from tools.docs_code import DocsError
@@ -109,8 +110,8 @@ def stall(words: Words) -> Drawing:
 
 def roofline(words: Words) -> Drawing:
     """What a step of so many tokens can reach on a GPU whose numbers are public."""
-    peak, bandwidth = 989e12, 3.35e12
-    ridge = peak / bandwidth
+    gpu = GPUS["h100"]
+    ridge = gpu.flops / gpu.bandwidth
     canvas = Canvas(640, 270)
     left, right, top, bottom = 66, 620, 24, 214
     low, high = 0.0, 13.0  # log2 of tokens
@@ -298,6 +299,7 @@ def _step_grid(stage: int, first: int, last: int, words: Words) -> Canvas:
 
 
 def steps_1(words: Words) -> Drawing:
+    """The first steps of the running example on stage 01."""
     return _step_grid(1, 0, 13, words), {}
 
 
@@ -473,6 +475,7 @@ def free_queue(words: Words) -> Drawing:
 
 
 def steps_3(words: Words) -> Drawing:
+    """The same steps on stage 03."""
     return _step_grid(3, 0, 13, words), {}
 
 
@@ -480,6 +483,7 @@ def steps_3(words: Words) -> Drawing:
 
 
 def steps_4(words: Words) -> Drawing:
+    """The document's chunks on stage 04."""
     return _step_grid(4, 6, 19, words), {}
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-if (root := str(Path(__file__).resolve().parent.parent)) not in sys.path:
-    sys.path.insert(0, root)
-
-from tools import docs_viewer
-
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from tools import docs_viewer  # noqa: E402
+
 NOTEBOOKS = ROOT / "notebooks"
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 

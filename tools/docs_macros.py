@@ -37,11 +37,6 @@ def read_data(name: str, locale: str = DEFAULT_LOCALE) -> dict[str, Any]:
     return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def pending() -> list[str]:
-    """Result files that pages already name and that are still to be measured."""
-    return list(yaml.safe_load((DATA / "pending.yml").read_text(encoding="utf-8")) or [])
-
-
 def define_env(env: Any) -> None:
     """Add macros and variables to the pages. Called once, by the plugin."""
 
@@ -54,7 +49,7 @@ def define_env(env: Any) -> None:
     env.variables["fact"] = docs_example.facts()
 
     @env.macro
-    def code(path: str, name: str = "", **options: Any) -> str:
+    def code(path: str, name: str, **options: Any) -> str:
         """A function, a class or a part of it, as it stands in the repository."""
         return docs_code.listing(path, name, **options)
 
@@ -69,13 +64,6 @@ def define_env(env: Any) -> None:
         """A drawing made by `tools/docs_figures.py`, with its caption."""
         return docs_figures.figure(name, words()["figures"])
 
-    def measured(name: str, caption: str, make: Any) -> str:
-        """What `make` makes of a result file, or that the file is still to come."""
-        if name in pending() and not (docs_bench.FOLDER / f"{name}.json").is_file():
-            said = words()["results"]["pending"]
-            return f'<div class="pending">{said} {caption} <code>{name}</code></div>'
-        return str(make(docs_bench.load(name)))
-
     @env.macro
     def results(
         name: str,
@@ -86,63 +74,45 @@ def define_env(env: Any) -> None:
         where: Any = docs_bench.NOWHERE,
     ) -> str:
         """A table of measured numbers, with machine and date."""
-        said = words()["results"]
-        return measured(
-            name,
-            caption,
-            lambda r: docs_bench.results_table(r, table, columns, said, rows, caption, where),
-        )
+        said, found = words()["results"], docs_bench.load(name)
+        return docs_bench.results_table(found, table, columns, said, rows, caption, where)
 
     @env.macro
     def measured_value(name: str, table: str, column: str, row: str, **where: Any) -> str:
         """One measured number in a sentence."""
-        return measured(
-            name,
-            "",
-            lambda r: docs_bench.number(docs_bench.median(r, table, column, row, where)),
+        return docs_bench.number(
+            docs_bench.median(docs_bench.load(name), table, column, row, where)
         )
 
     @env.macro
     def measured_setting(name: str, key: str) -> str:
         """A number with which something was measured."""
-        return measured(name, "", lambda r: docs_bench.number(r["settings"][key]))
+        return docs_bench.number(docs_bench.load(name)["settings"][key])
 
     @env.macro
     def measured_ratio(
         name: str, table: str, column: str, row: str, other: str, **where: Any
     ) -> str:
         """Two measured numbers in a sentence: `row` over `other`."""
-        return measured(name, "", lambda r: docs_bench.ratio(r, table, column, row, other, where))
+        return docs_bench.ratio(docs_bench.load(name), table, column, row, other, where)
 
     @env.macro
     def measured_stall(name: str, rows: Any = ("stage 03", "stage 04"), caption: str = "") -> str:
         """The tokens of the streams as they came, from the raw data of one round."""
-        said = words()["results"]
-        return measured(name, caption, lambda r: docs_bench.stall_picture(r, rows, said, caption))
-
-    @env.macro
-    def measured_sweep(
-        name: str, table: str, param: str, columns: list[str], caption: str = ""
-    ) -> str:
-        """Columns over an option that was swept."""
-        said = words()["results"]
-        return measured(
-            name,
-            caption,
-            lambda r: docs_bench.sweep_picture(r, table, param, columns, said, caption),
-        )
+        said, found = words()["results"], docs_bench.load(name)
+        return docs_bench.stall_picture(found, rows, said, caption)
 
     @env.macro
     def measured_picture(name: str, picture: str, alt: str, caption: str = "") -> str:
-        """A picture of a result file, in its light and its dark variant."""
+        """A picture of the result file NAME, in its light and its dark variant."""
+        docs_bench.load(name)  # which must be whole
         page = getattr(env.page.file, "src_uri", "")
-        return measured(name, alt, lambda _: docs_bench.picture(picture, alt, caption, page))
+        return docs_bench.picture(picture, alt, caption, page)
 
     @env.macro
     def measured_claims(name: str) -> str:
         """The project's claims beside what was measured."""
-        said = words()["results"]
-        return measured(name, said["claim"], lambda r: docs_bench.claims(r, said))
+        return docs_bench.claims(docs_bench.load(name), words()["results"])
 
     @env.macro
     def table(name: str) -> str:

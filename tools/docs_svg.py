@@ -35,17 +35,15 @@ class Canvas:
         stroke: str = "",
         opacity: float = 1,
         radius: float = 2,
-        dashed: bool = False,
         title: str = "",
     ) -> None:
+        """A rectangle; a `title` is shown when one points at it."""
         extra = f' stroke="{COLOURS[stroke]}"' if stroke else ""
-        extra += ' stroke-dasharray="4 3"' if dashed else ""
         extra += f' opacity="{opacity:g}"' if opacity != 1 else ""
-        colour = COLOURS[fill] if fill else "none"
         inside = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" '
-            f'rx="{radius:g}" fill="{colour}"{extra}>{inside}</rect>'
+            f'rx="{radius:g}" fill="{COLOURS[fill]}"{extra}>{inside}</rect>'
         )
 
     def text(
@@ -57,7 +55,7 @@ class Canvas:
         anchor: str = "start",
         fill: str = "",
     ) -> None:
-        """`style`: classes of course.css: small, code, muted, on, strong."""
+        """Words at a place. `style`: classes of course.css: small, code, muted, on, strong."""
         classes = f' class="{style}"' if style else ""
         colour = f' style="fill:{COLOURS[fill]}"' if fill else ""
         self._parts.append(
@@ -73,10 +71,10 @@ class Canvas:
         y2: float,
         stroke: str = "line",
         width: float = 1,
-        dashed: bool = False,
         arrow: bool = False,
     ) -> None:
-        self.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", stroke, width, dashed, arrow)
+        """A straight line from one point to the other, where the arrow's head is."""
+        self.path(f"M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}", stroke, width, arrow=arrow)
 
     def path(
         self,
@@ -85,21 +83,17 @@ class Canvas:
         width: float = 1,
         dashed: bool = False,
         arrow: bool = False,
-        fill: str = "",
-        opacity: float = 1,
     ) -> None:
+        """A line along `d`, in SVG's own notation."""
         extra = ' stroke-dasharray="4 3"' if dashed else ""
         if arrow:
             self._has_arrows = True
             extra += ' marker-end="url(#arrow)"'
-        extra += f' opacity="{opacity:g}"' if opacity != 1 else ""
-        colour = COLOURS[fill] if fill else "none"
-        edge = COLOURS[stroke] if stroke else "none"
-        self._parts.append(
-            f'<path d="{d}" fill="{colour}" stroke="{edge}" stroke-width="{width:g}"{extra}/>'
-        )
+        style = f'fill="none" stroke="{COLOURS[stroke]}" stroke-width="{width:g}"'
+        self._parts.append(f'<path d="{d}" {style}{extra}/>')
 
     def circle(self, x: float, y: float, radius: float, fill: str = "line") -> None:
+        """A filled circle around a point."""
         self._parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{COLOURS[fill]}"/>'
         )

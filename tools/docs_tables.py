@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from shared import configs
+from shared.roofline import ModelSize
+from shared.step_time import StepTimeModel
+from shared.step_time import work as work_of
 from tools import docs_code
 from tools import docs_example as example
 from tools.docs_code import DocsError
@@ -40,18 +44,18 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], right: int
 def kv(words: Words) -> str:
     """Bytes of K and V: of a token, of the running example's document, of a full context."""
     rows = []
-    for name, config in example.configs().items():
-        size = example.kv_bytes_per_token(config)
+    for name in configs.names():
+        config, size = configs.read(name), ModelSize.named(name)
         layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
         context = config["max_position_embeddings"]
         rows.append(
             [
                 f"`{name}`",
-                f"2 × {layers} × {heads} × {config['head_dim']} × 2 = {size:,}",
-                f"{size * example.DOCUMENT_TOKENS / 2**20:,.0f}&nbsp;MiB",
+                f"2 × {layers} × {heads} × {config['head_dim']} × 2 = {size.kv_bytes:,}",
+                f"{size.kv_bytes * example.DOCUMENT_TOKENS / 2**20:,.0f}&nbsp;MiB",
                 f"{context:,}",
-                f"{size * context / GIB:,.2f}&nbsp;GiB",
-                f"{2 * example.num_parameters(config) / GIB:,.2f}&nbsp;GiB",
+                f"{size.kv_bytes * context / GIB:,.2f}&nbsp;GiB",
+                f"{2 * size.total / GIB:,.2f}&nbsp;GiB",
             ]
         )
     return _markdown(words["heads"], rows)
@@ -59,8 +63,7 @@ def kv(words: Words) -> str:
 
 def work(words: Words) -> str:
     """Arithmetic per step against weights read per step, for one real model in 16 bits."""
-    config = example.configs()["llama-3.1-8b"]
-    weights = 2 * example.num_parameters(config)
+    weights = 2 * ModelSize.named("llama-3.1-8b").total
     rows = []
     for label, tokens in zip(words["rows"], (1, 4, 256, 1500), strict=True):
         flops = tokens * weights  # a multiplication and an addition per weight of two bytes
@@ -116,6 +119,7 @@ def preemption(words: Words) -> str:
 
 
 def preemption_run() -> example.Bookkeeper:
+    """The run of `preemption`, to its end."""
     keeper = example.Bookkeeper(1, num_blocks=8, block_size=4)
     for name, first in (("A", 0), ("B", 100)):
         keeper.add(name, range(first, first + 9), 9)
@@ -130,6 +134,7 @@ def deadlock(words: Words) -> str:
 
 
 def deadlock_run() -> example.Bookkeeper:
+    """The run of `deadlock`, to its end."""
     keeper = example.Bookkeeper(4, num_blocks=6, block_size=4, max_prefill_chunk_size=4)
     for name, first in (("A", 0), ("B", 100)):
         keeper.add(name, range(first, first + 16), 2)
@@ -224,8 +229,7 @@ def softmax(words: Words) -> str:
 
 def gathered(words: Words) -> str:
     """Bytes that one decode moves for attention, in all layers, with and without a copy."""
-    config = example.configs()["smollm2-135m"]
-    size = example.kv_bytes_per_token(config, itemsize=4)
+    size = 2 * ModelSize.named("smollm2-135m").kv_bytes  # in float32
     step = example.run(1)[example.ARRIVALS[example.DOCUMENT] + 1]
     rows = []
     for name, label in (("C", words["chat"]), (example.DOCUMENT, words["document"])):
@@ -299,8 +303,6 @@ def chunk_sizes(words: Words) -> str:
 
 def target(words: Words) -> str:
     """Chunks that `target_step_ms` chooses for a prompt of 8,000 tokens, with a made-up cost."""
-    from shared.step_time import StepTimeModel, work
-
     keeper = example.Bookkeeper(
         4,
         num_blocks=1024,
@@ -315,7 +317,7 @@ def target(words: Words) -> str:
         if index == 10:
             keeper.add("long", range(8000), 1)
         batch = keeper.scheduler.schedule()
-        _, tokens, context = work(batch.slices)
+        _, tokens, context = work_of(batch.slices)
         seconds = 2e-3 + 2e-5 * tokens + 5e-9 * context
         model.observe(batch.slices, seconds)
         keeper.scheduler.commit(batch, [1] * len(batch.sampling))

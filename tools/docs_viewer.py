@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.docs_code import ROOT
+
 FOLDER = ROOT / "docs" / "assets" / "traces"
 
 

@@ -173,6 +173,7 @@ def violations(root: Path) -> list[str]:
 
 
 def main() -> int:
+    """Print the broken rules; returns 1 if there is any."""
     root = Path(__file__).resolve().parent.parent
     found = violations(root)
     for line in found:

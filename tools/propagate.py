@@ -127,6 +127,7 @@ def propagate(root: Path, number: str) -> list[Outcome]:
 
 
 def main(arguments: list[str]) -> int:
+    """The program. Returns the exit code, see above."""
     root = Path(__file__).resolve().parent.parent
     try:
         found = propagate(root, arguments[0] if arguments else "")

@@ -47,6 +47,7 @@ def fill(text: str) -> str:
 
 
 def main() -> int:
+    """Rewrite or compare; returns 1 if `--check` finds a difference."""
     path = ROOT / "README.md"
     before = path.read_text(encoding="utf-8")
     after = fill(before)

@@ -199,6 +199,7 @@ def reports(root: Path) -> list[Report]:
 
 
 def main() -> int:
+    """Print the table and the broken rules; returns 1 if there is any."""
     found = reports(Path(__file__).resolve().parent.parent)
     print(f"{'stage':20}{'lines':>12}{'longest file':>24}{'changed lines':>16}")
     for report in found:
