@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from .demo_episode import DOCUMENT, Episode, seconds
-from .picture import Theme, draw, halo, legend, log_axis
+from .picture import CHATS, Theme, draw, halo, legend, log_axis
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def paint_gaps(figure: Figure, theme: Theme, panels: Sequence[Panel], x_label: s
     times = [time for panel in panels for one in panel.token_times.values() for time in one]
     axes[0].set_xlim(min(0.0, *times), max(times))
     axes[-1].set_xlabel(x_label)
-    figure.supylabel("gap between two tokens (ms)", fontsize="medium", color=theme.muted)
+    figure.supylabel("gap between two tokens (ms)", fontsize="medium", color=theme["muted"])
     legend(figure, axes[0])
 
 
 def _paint_panel(axis: Any, theme: Theme, panel: Panel) -> list[float]:
     """One stage; returns the lengths of all gaps in milliseconds."""
-    shade = axis.axvspan(*panel.prefill, color=theme.shade, lw=0, zorder=0)
+    shade = axis.axvspan(*panel.prefill, color=theme["doc"], alpha=0.16, lw=0, zorder=0)
     shade.set_label("long prompt in prefill")
     found = []
     middle = (len(panel.token_times) - 1) / 2
@@ -87,7 +87,7 @@ def _paint_panel(axis: Any, theme: Theme, panel: Panel) -> list[float]:
         beside = ScaledTranslation(0, (i - middle) * 1.5 / 72, axis.figure.dpi_scale_trans)
         axis.hlines(
             *([gap[part] for gap in gaps] for part in range(3)),
-            color=theme.chats[i % len(theme.chats)],
+            color=theme[CHATS[i % 4]],
             lw=1.4,
             label=name,
             transform=axis.transData + beside,

@@ -1,7 +1,6 @@
 """How all pictures look, in one place: size, colours, letters, a light and a dark variant.
 
-Colours are those of Okabe and Ito, which everybody tells apart, lightened for the dark variant.
-Warm is prefill and what it costs (so is stage 03), cool is decode (so is stage 04). Where colour
+`doc` is prefill and what it costs (so is stage 03), `a` is decode (so is stage 04). Where colour
 matters, the kind of line or a label says the same.
 
 Knows matplotlib; no results, no stages.
@@ -11,8 +10,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +28,28 @@ DPI = 200
 PALETTE = 96  # colours of a file: enough for smooth letters, and a third of the bytes
 
 
-@dataclass(frozen=True)
-class Theme:
-    """The colours of one variant.
+# The site's colours (docs/assets/course.css) by name, light and dark.
+COLOURS = {
+    "a": ("#3a6cb0", "#7fabea"),
+    "b": ("#217d74", "#5cc3b5"),
+    "c": ("#7a5fae", "#b79ee2"),
+    "d": ("#797623", "#c5c266"),
+    "doc": ("#bb5416", "#f2995a"),
+    "shared": ("#4a5560", "#aab4bd"),
+    "free": ("#e6eaed", "#2a333b"),
+    "line": ("#9aa5ad", "#6b7781"),
+    "text": ("#1f2a33", "#dfe5ea"),
+    "muted": ("#5a6670", "#9aa6b0"),
+    "on": ("#ffffff", "#12181d"),
+    "warn": ("#b3261e", "#ff8a80"),
+    "soft": ("#f3f5f7", "#20282f"),
+}
+CHATS = ("a", "b", "c", "d")
 
-    Attributes:
-        name: ends the file's name.
-        warm, cool, third: the main colours, in the order of their importance.
-        chats: one for each of four streams.
-        shade: behind the time in which a long prompt is in prefill.
-    """
-
-    name: str
-    background: str
-    text: str
-    muted: str
-    grid: str
-    warm: str
-    cool: str
-    third: str
-    chats: tuple[str, str, str, str]
-    shade: str
-
-
-LIGHT = Theme(
-    name="light",
-    background="#ffffff",
-    text="#1f2a33",
-    muted="#5a6670",
-    grid="#e3e7ea",
-    warm="#d55e00",
-    cool="#0072b2",
-    third="#009e73",
-    chats=("#0072b2", "#009e73", "#cc79a7", "#56b4e9"),
-    shade="#fbe8d8",
-)
-DARK = Theme(
-    name="dark",
-    background="#1e2529",  # the site's
-    text="#dfe5ea",
-    muted="#9aa6b0",
-    grid="#323c43",
-    warm="#f2995a",
-    cool="#56b4e9",
-    third="#3cc79d",
-    chats=("#56b4e9", "#3cc79d", "#e59cc5", "#f0e442"),
-    shade="#3b2f27",
-)
+Theme = Mapping[str, str]
+# Besides the colours, `name` ends a file's name, and `background` is the page's.
+LIGHT: Theme = {"name": "light", "background": "#ffffff", **{k: c for k, (c, _) in COLOURS.items()}}
+DARK: Theme = {"name": "dark", "background": "#1e2529", **{k: c for k, (_, c) in COLOURS.items()}}
 THEMES = (LIGHT, DARK)
 
 Paint = Callable[[Figure, Theme], None]
@@ -97,7 +70,7 @@ def draw(
         paint(figure, theme)
         if caption:
             lines = textwrap.fill(caption, 118)
-            figure.supxlabel(lines, x=0.012, ha="left", fontsize=7, color=theme.muted)
+            figure.supxlabel(lines, x=0.012, ha="left", fontsize=7, color=theme["muted"])
         canvas.draw()
         pixels = Image.frombuffer(
             "RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())
@@ -117,24 +90,24 @@ def _look(theme: Theme) -> dict[str, Any]:
         "axes.titlesize": 10,
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
-        "axes.labelcolor": theme.muted,
+        "axes.labelcolor": theme["muted"],
         "axes.axisbelow": True,
         "axes.grid": True,
         "axes.grid.axis": "y",
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.edgecolor": theme.muted,
-        "axes.facecolor": theme.background,
-        "figure.facecolor": theme.background,
-        "grid.color": theme.grid,
-        "hatch.color": theme.background,
+        "axes.edgecolor": theme["muted"],
+        "axes.facecolor": theme["background"],
+        "figure.facecolor": theme["background"],
+        "grid.color": theme["free"],
+        "hatch.color": theme["background"],
         "legend.frameon": False,
         "lines.linewidth": 1.8,
-        "text.color": theme.text,
-        "xtick.color": theme.muted,
-        "ytick.color": theme.muted,
-        "xtick.labelcolor": theme.text,
-        "ytick.labelcolor": theme.text,
+        "text.color": theme["text"],
+        "xtick.color": theme["muted"],
+        "ytick.color": theme["muted"],
+        "xtick.labelcolor": theme["text"],
+        "ytick.labelcolor": theme["text"],
     }
 
 
@@ -152,7 +125,7 @@ def log_axis(axis: Any, subs: tuple[float, ...] = (1.0, 3.0)) -> None:
 
 def plain(value: float) -> str:
     """A number as people write it: 0.03, 1, 2.5, 4,096."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def legend(figure: Figure, axes: Any, columns: int = 6) -> None:
@@ -172,4 +145,4 @@ def halo(theme: Theme) -> list[Any]:
     """Path effects for a label that may lie on lines: it stays readable."""
     from matplotlib.patheffects import withStroke
 
-    return [withStroke(linewidth=2.5, foreground=theme.background)]
+    return [withStroke(linewidth=2.5, foreground=theme["background"])]

@@ -123,7 +123,8 @@ def work(slices: Iterable[Any]) -> tuple[float, float, float, float]:
     """What a step's time is made of.
 
     A constant; its tokens; prompt tokens x their contexts, which attention multiplies; and the
-    contexts of single tokens, which it reads: other kernels, another price.
+    contexts of single tokens, which it reads: other kernels, another price. (`step_time.work` has
+    one price for both: it learns in a running engine, from a few steps that are much alike.)
     """
     tokens = multiplied = read = 0.0
     for s in slices:

@@ -186,7 +186,7 @@ def test_every_picture_in_both_variants(write: Write, capsys: pytest.CaptureFixt
     for one in plots.PICTURES:
         corners = []
         for theme in picture.THEMES:
-            path = folder / f"{one.name}-{theme.name}.png"
+            path = folder / f"{one.name}-{theme['name']}.png"
             assert f"written: {path}" in captured.out
             assert 5_000 < path.stat().st_size < 80_000
             image = Image.open(path)
@@ -198,7 +198,7 @@ def test_every_picture_in_both_variants(write: Write, capsys: pytest.CaptureFixt
                 place = ["simulated: llama-3.1-8b on H100 SXM"]
             for part in (*place, "2030-01-02", "abc1234567", "--seed"):
                 assert part in image.text["Description"].replace("\N{NO-BREAK SPACE}", " ")
-        assert corners == [theme.background for theme in picture.THEMES]
+        assert corners == [theme["background"] for theme in picture.THEMES]
 
 
 LABELS = {

@@ -149,7 +149,7 @@ class TestRandom:
         assert torch.equal(model.lm_head.weight, again.lm_head.weight)
 
     def test_an_unknown_config_is_refused(self):
-        with pytest.raises(ValueError, match="known: llama-3.1-8b, llama-3.2-1b, qwen3-0.6b"):
+        with pytest.raises(ValueError, match="there are llama-3.1-8b, llama-3.2-1b, qwen3-0.6b"):
             load_model("random:qwen3", "cpu")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from shared.notebook import committed, decode_ms, draw, first_step, play, puzzles, race
 from shared.notebook.puzzles import OPEN, Verdict
+from shared.picture import COLOURS
 from shared.trace import StepRecord, Trace
 
 ROOT = Path(__file__).parent.parent
@@ -491,9 +492,11 @@ def test_a_picture_is_alone_on_its_page_and_the_same_each_time() -> None:
     assert "<style" not in picture.svg and "<metadata" not in picture.svg
     ids = re.findall(r' id="([^"]+)"', picture.svg)
     assert all(f"#{name}" in picture.svg for name in ids)
-    css = (ROOT / "docs/assets/course.css").read_text().partition("}")[0]
-    for name, colour in draw.COLOURS.items():
-        assert f"--fig-{name}: {colour};" in css
+    css = (ROOT / "docs/assets/course.css").read_text()
+    light, dark = css.partition("}")[0], css.partition('[data-md-color-scheme="slate"]')[2]
+    for name, colours in COLOURS.items():
+        for colour, mode in zip(colours, (light, dark), strict=True):
+            assert f"--fig-{name}: {colour};" in mode
     assert "var(--fig-a, #3a6cb0)" in picture.svg
     assert f'aria-label="{picture.text}"' in picture.svg
     assert picture._repr_svg_() == picture.svg

@@ -20,14 +20,14 @@ from rich.console import Console
 
 from shared.demo_episode import seconds
 from shared.demo_plot import Panel, height_of_gaps, paint_gaps
-from shared.picture import THEMES, Theme, draw, halo, legend, log_axis, plain
+from shared.picture import CHATS, THEMES, Theme, draw, halo, legend, log_axis, plain
 
 from .options import Parser
 from .results import load, short
 
 Content = Mapping[str, Any]
-LINES = {"stage 03": ("warm", "--", "s"), "stage 04": ("cool", "-", "o")}
-LINES["stage 04, target"] = ("third", "-.", "^")
+LINES = {"stage 03": ("doc", "--", "s"), "stage 04": ("a", "-", "o")}
+LINES["stage 04, target"] = ("b", "-.", "^")
 STALL_ROWS = {"stage 03": "Stage 03: whole prompts", "stage 04": "Stage 04: chunks of {} tokens"}
 LONG = "long"  # the request that makes the others wait; all others are streams
 
@@ -70,6 +70,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
 
 
 def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -103,7 +104,7 @@ def paint_all(picture: Picture, content: Content, folder: Path) -> list[Path]:
     """
     paths = []
     for theme in THEMES:
-        path = folder / f"{picture.name}-{theme.name}.png"
+        path = folder / f"{picture.name}-{theme['name']}.png"
         try:
             draw(
                 path,
@@ -166,7 +167,7 @@ def paint_ladder(figure: Figure, theme: Theme, content: Content) -> None:
         high = max(value["max"] for _, value in found)
         log_axis(axes.xaxis, subs=(1.0, 3.0) if high < 8 * low else (1.0,))
         for i, value in found:
-            color = theme.cool if names[i].startswith("stage") else theme.muted
+            color = theme["a"] if names[i].startswith("stage") else theme["muted"]
             axes.plot([value["min"], value["max"]], [i, i], color=color, lw=1.2)
             axes.plot(value["median"], i, "o", color=color, ms=5.5)
             axes.annotate(
@@ -207,6 +208,7 @@ def raw_data(content: Content, name: str) -> Any:
 
 
 def label_of(request: str) -> str:
+    """How the legend calls a request."""
     return "long prompt" if request == LONG else request.replace("-", " ")
 
 
@@ -244,10 +246,10 @@ def paint_steps(figure: Figure, theme: Theme, content: Content) -> None:
         most = max(most, *(sum(both) for both in tokens))
         x = [i - first for i in range(len(steps))]
         bottoms = [max(decode, 1) for decode, _ in tokens]  # a logarithmic axis begins at 1
-        axes.bar(x, [both[0] for both in tokens], 0.8, color=theme.cool, label="decode")
+        axes.bar(x, [both[0] for both in tokens], 0.8, color=theme["a"], label="decode")
         axes.bar(
             *(x, [prefill for _, prefill in tokens], 0.8, bottoms),
-            color=theme.warm,
+            color=theme["doc"],
             label="prefill",
         )
         worst = max(range(first, last + 1), key=lambda i: steps[i]["end"] - steps[i]["start"])
@@ -264,7 +266,7 @@ def paint_steps(figure: Figure, theme: Theme, content: Content) -> None:
     all_axes[0].set_ylim(1, most * 4)
     all_axes[0].set_xlim(-8.6, max(ends) + 8.6)
     all_axes[-1].set_xlabel("after the long prompt arrived (steps)")
-    figure.supylabel("computed in a step (tokens)", fontsize="medium", color=theme.muted)
+    figure.supylabel("computed in a step (tokens)", fontsize="medium", color=theme["muted"])
     legend(figure, all_axes[0])
 
 
@@ -275,10 +277,10 @@ def paint_cdf(figure: Figure, theme: Theme, content: Content) -> None:
     """
     axes = figure.subplots()
     most = 0
-    for name, (kind, style, _) in LINES.items():
+    for name, (hue, style, _) in LINES.items():
         if name not in content["series"]:
             continue
-        color = getattr(theme, kind)
+        color = theme[hue]
         gaps = sorted(
             (b - a) * 1e3
             for request, one in content["series"][name]["requests"].items()
@@ -328,7 +330,7 @@ def paint_pool(figure: Figure, theme: Theme, content: Content) -> None:
         names = list(run["requests"])
         held = [[step["blocks"].get(name, 0) for step in steps] for name in names]
         colors = [
-            theme.warm if name == LONG else theme.chats[i % 4] for i, name in enumerate(names)
+            theme["doc"] if name == LONG else theme[CHATS[i % 4]] for i, name in enumerate(names)
         ]
         axes.stackplot(
             x,
@@ -339,12 +341,12 @@ def paint_pool(figure: Figure, theme: Theme, content: Content) -> None:
             lw=0,
         )
         pool = steps[0]["free_blocks"] + sum(steps[0]["blocks"].values())
-        axes.axhline(pool, color=theme.muted, lw=1, ls="--", label=f"pool of {pool}")
+        axes.axhline(pool, color=theme["muted"], lw=1, ls="--", label=f"pool of {pool}")
         axes.set_title(title)
     all_axes[-1].set_xlim(min(ends), max(ends))
     all_axes[-1].set_ylim(0, pool * 1.06)
     all_axes[-1].set_xlabel("time since the long prompt arrived (s)")
-    figure.supylabel("KV cache held (blocks)", fontsize="medium", color=theme.muted)
+    figure.supylabel("KV cache held (blocks)", fontsize="medium", color=theme["muted"])
     legend(figure, all_axes[0])
 
 
@@ -357,8 +359,8 @@ def paint_chunks(figure: Figure, theme: Theme, content: Content) -> None:
     axes = figure.subplots()
     x = [row["params"]["chunk"] for row in rows]
     lines = {
-        "gap_max": (theme.cool, "-", "o", "longest gap of the streams"),
-        "long_ttft": (theme.warm, "--", "s", "TTFT of the long prompt"),
+        "gap_max": (theme["a"], "-", "o", "longest gap of the streams"),
+        "long_ttft": (theme["doc"], "--", "s", "TTFT of the long prompt"),
     }
     for key, (color, style, marker, label) in lines.items():
         low, middle, high = (
@@ -381,20 +383,20 @@ def paint_goodput(
     """Share of the requests that are in time, and how many those are a second, by arrival rate."""
     rows = rows_of(content, table)
     left, right = figure.subplots(1, 2)
-    for name, (kind, style, marker) in LINES.items():
+    for name, (hue, style, marker) in LINES.items():
         mine = sorted(
             (row for row in rows if row["name"] == name), key=lambda row: row["params"]["rate"]
         )
         rates = [row["params"]["rate"] for row in mine]
         for axes, key in ((left, "in_time"), (right, "goodput")) if mine else ():
             values = [row["values"][key] for row in mine]
-            color = getattr(theme, kind)
+            color = theme[hue]
             low, middle, high = (
                 [value[part] for value in values] for part in ("min", "median", "max")
             )
             axes.plot(rates, middle, style, marker=marker, ms=4.5, color=color, label=name)
             axes.vlines(rates, low, high, color=color)
-    left.axhline(99, color=theme.muted, lw=1, ls=":", label="99 %")
+    left.axhline(99, color=theme["muted"], lw=1, ls=":", label="99 %")
     left.set_ylim(0, 104)
     right.set_ylim(0)
     left.set_ylabel("in time (%)")

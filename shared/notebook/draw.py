@@ -23,37 +23,21 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from shared.bench.metrics import kv_use
 from shared.demo_episode import DOCUMENT, seconds
+from shared.picture import CHATS, COLOURS, LIGHT, plain
 from shared.trace import StepRecord, Trace
 
 WIDTH = 520  # pixels; pictures shrink and grow with their page
 FONT, SMALL = 13, 11
 
-# The site's colours (docs/assets/course.css) by name, and what they are without a site.
-COLOURS = {
-    "a": "#3a6cb0",
-    "b": "#217d74",
-    "c": "#7a5fae",
-    "d": "#797623",
-    "doc": "#bb5416",
-    "shared": "#4a5560",
-    "free": "#e6eaed",
-    "line": "#9aa5ad",
-    "text": "#1f2a33",
-    "muted": "#5a6670",
-    "on": "#ffffff",
-    "warn": "#b3261e",
-    "soft": "#f3f5f7",
-}
 PAPER = "#fffffe"
-OWN = ("a", "b", "c", "d")
 
 P = ParamSpec("P")
 
 _RC = {
     "axes.axisbelow": True,
-    "axes.edgecolor": COLOURS["line"],
+    "axes.edgecolor": LIGHT["line"],
     "axes.facecolor": "none",
-    "axes.labelcolor": COLOURS["text"],
+    "axes.labelcolor": LIGHT["text"],
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
@@ -61,12 +45,12 @@ _RC = {
     "figure.facecolor": PAPER,
     "font.family": "DejaVu Sans",
     "font.size": FONT,
-    "grid.color": COLOURS["free"],
+    "grid.color": LIGHT["free"],
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "mini-vllm",  # the same picture twice is the same file
-    "text.color": COLOURS["text"],
-    "xtick.color": COLOURS["muted"],
-    "ytick.color": COLOURS["muted"],
+    "text.color": LIGHT["text"],
+    "xtick.color": LIGHT["muted"],
+    "ytick.color": LIGHT["muted"],
     "xtick.labelsize": SMALL,
     "ytick.labelsize": SMALL,
     "axes.labelsize": SMALL,
@@ -116,7 +100,7 @@ def _tidy(svg: str, text: str) -> str:
     svg = re.sub(r'width="[\d.]+pt"', "", svg, count=1).replace("<svg ", f"<svg {head} ", 1)
     svg = svg.replace("'DejaVu Sans'", "sans-serif")
     svg = svg.replace(PAPER, f"var(--md-default-bg-color, {PAPER})")
-    for name, colour in COLOURS.items():
+    for name, (colour, _) in COLOURS.items():
         svg = svg.replace(colour, f"var(--fig-{name}, {colour})")
     # And small: a notebook is kept with its pictures.
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"', "", svg)
@@ -167,10 +151,10 @@ def _plain(axis: Any, width: float, height: float) -> None:
 def _box(
     axis: Any, x: float, y: float, width: float, height: float, colour: str, label: str = ""
 ) -> None:
-    box = Rectangle((x, y), width, height, facecolor=COLOURS[colour], edgecolor="none")
+    box = Rectangle((x, y), width, height, facecolor=LIGHT[colour], edgecolor="none")
     axis.add_patch(box)
     if label:
-        on = COLOURS["muted" if colour in ("free", "soft") else "on"]
+        on = LIGHT["muted" if colour in ("free", "soft") else "on"]
         place = (x + width / 2, y + height / 2)
         size = SMALL if 7 * len(label) < width else 8
         axis.text(*place, label, color=on, ha="center", va="center", size=size)
@@ -180,13 +164,9 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
     """A to D and the document have their own colour everywhere; others take one in turn."""
     colours = {}
     for i, name in enumerate(names):
-        own = name.lower() if name.lower() in OWN else OWN[i % len(OWN)]
+        own = name.lower() if name.lower() in CHATS else CHATS[i % len(CHATS)]
         colours[name] = "doc" if name == DOCUMENT else own
     return colours
-
-
-def _short(name: str) -> str:
-    return "doc" if name == DOCUMENT else name
 
 
 # --- blocks -----------------------------------------------------------------------------------
@@ -251,7 +231,7 @@ def block_table(name: str, table: Sequence[int], num_tokens: int, block_size: in
         ends = f"tokens {i * block_size}–{i * block_size + used - 1}"
         axis.text(i * wide, 10, ends if wide > 90 else f"{i * block_size}", size=SMALL, va="center")
         x = [(i + 0.5) * wide - 1.5, (block + 0.5) * cell - 1]
-        axis.plot(x, [48, 100], color=COLOURS[colour], lw=1.2)
+        axis.plot(x, [48, 100], color=LIGHT[colour], lw=1.2)
     for block in range(columns):
         held = block in table
         label = str(block) if cell > 16 else ""
@@ -282,10 +262,10 @@ def chains(prompts: Mapping[str, Sequence[bytes]], block_size: int = 16) -> Pict
             _box(axis, left + i * wide, y, wide - 14, 28, colour, one.hex()[:6])
             if i:
                 x = left + i * wide
-                axis.plot([x - 14, x], [y + 14, y + 14], color=COLOURS["line"], lw=1.5)
+                axis.plot([x - 14, x], [y + 14, y + 14], color=LIGHT["line"], lw=1.5)
     for i in range(columns):
         ends = f"{i * block_size}–{(i + 1) * block_size - 1}"
-        axis.text(left + i * wide, 8, ends, size=SMALL, va="center", color=COLOURS["muted"])
+        axis.text(left + i * wide, 8, ends, size=SMALL, va="center", color=LIGHT["muted"])
     shared = sum(count > 1 for count in counts.values())
     text = f"{shared} of {len(counts)} different full blocks are in several prompts"
     axis.set_title(text)
@@ -308,7 +288,7 @@ def chunks(num_tokens: int, chunk_size: int, block_size: int = 16, start_pos: in
     for t in range(rows * block_size):
         i, offset = divmod(t, block_size)
         number = (t - start_pos) // chunk_size
-        colour, label = OWN[number % len(OWN)], str(t) if cell > 24 else ""
+        colour, label = CHATS[number % len(CHATS)], str(t) if cell > 24 else ""
         if t < start_pos or t >= num_tokens:
             colour, label = "shared" if t < start_pos else "free", label if t < num_tokens else ""
         _box(axis, left + offset * cell, 24 * i, cell - 2, 21, colour, label)
@@ -344,9 +324,9 @@ def steps(trace: Trace, positions: Iterable[int]) -> Picture:
     _plain(axis, WIDTH - 24, 26 * (len(names) + 2))
     side = {"ha": "right", "va": "center"}
     for row, name in enumerate(names):
-        axis.text(left - 8, 26 * row + 12, _short(name), **side)
+        axis.text(left - 8, 26 * row + 12, "doc" if name == DOCUMENT else name, **side)
     for row, label in enumerate(("tokens", "step"), len(names)):
-        axis.text(left - 8, 26 * row + 12, label, size=SMALL, color=COLOURS["muted"], **side)
+        axis.text(left - 8, 26 * row + 12, label, size=SMALL, color=LIGHT["muted"], **side)
     middle = {"ha": "center", "va": "center"}
     lost, x, before = 0, float(left), chosen[0]
     for i in chosen:
@@ -359,11 +339,11 @@ def steps(trace: Trace, positions: Iterable[int]) -> Picture:
         for name in record.preempted:
             lost += 1
             y = 26 * names.index(name) + 12
-            axis.text(centre, y, "×", color=COLOURS["warn"], size=18, **middle)
+            axis.text(centre, y, "×", color=LIGHT["warn"], size=18, **middle)
         size = SMALL if cell > 24 else 8
         y = 26 * len(names) + 12
         axis.text(centre, y, record.num_tokens, size=size, **middle)
-        axis.text(centre, y + 26, i, size=size, color=COLOURS["muted"], **middle)
+        axis.text(centre, y + 26, i, size=size, color=LIGHT["muted"], **middle)
         x, before = x + cell, i
     total = sum(phases[i][0].num_tokens for i in chosen)
     text = f"{_count(len(chosen), 'step')}, {total:,} tokens computed"
@@ -397,13 +377,13 @@ def occupancy(trace: Trace, num_blocks: int, block_size: int = 16) -> Picture:
     held = [slots / block_size for _, _, slots in use]
     filled = [tokens / block_size for _, tokens, _ in use]
     figure, (axis,) = _figure(210)
-    axis.fill_between(indices, held, step="mid", color=COLOURS["doc"], lw=0, label="held, unused")
-    axis.fill_between(indices, filled, step="mid", color=COLOURS["a"], lw=0, label="tokens")
-    axis.axhline(num_blocks, color=COLOURS["line"], lw=1.2, ls="--")
+    axis.fill_between(indices, held, step="mid", color=LIGHT["doc"], lw=0, label="held, unused")
+    axis.fill_between(indices, filled, step="mid", color=LIGHT["a"], lw=0, label="tokens")
+    axis.axhline(num_blocks, color=LIGHT["line"], lw=1.2, ls="--")
     axis.text(indices[-1], num_blocks, f"{num_blocks} blocks", ha="right", va="bottom", size=SMALL)
     lost = [i for i, record in enumerate(trace.steps) for _ in record.preempted]
     if lost:
-        style = {"color": COLOURS["warn"], "marker": "x", "ls": "", "ms": 9, "mew": 2}
+        style = {"color": LIGHT["warn"], "marker": "x", "ls": "", "ms": 9, "mew": 2}
         axis.plot(lost, [num_blocks] * len(lost), label="preemption", **style)
     axis.set_ylim(0, num_blocks * 1.18)
     axis.set_xlim(indices[0] - 0.5, indices[-1] + 0.5)
@@ -435,12 +415,12 @@ def stall(runs: Mapping[str, Trace], document: str = DOCUMENT) -> Picture:
         origin = found[0].start
         for record in found:
             box = (record.start - origin, record.end - origin)
-            axis.axvspan(*box, facecolor=COLOURS["doc"], edgecolor=PAPER, lw=1, alpha=0.45)
+            axis.axvspan(*box, facecolor=LIGHT["doc"], edgecolor=PAPER, lw=1, alpha=0.45)
         times = _token_times(runs[name], document)
         colours = _colours(list(times))
         for row, (stream, tokens) in enumerate(times.items()):
             x = [t - origin for t in tokens if -before <= t - origin <= after]
-            style = {"color": COLOURS[colours[stream]], "marker": "o", "ls": "", "ms": 3.5}
+            style = {"color": LIGHT[colours[stream]], "marker": "o", "ls": "", "ms": 3.5}
             axis.plot(x, [row] * len(x), **style)
         gap = _longest_gap(times, origin, found[-1].end)
         count = _count(len(found), "step")
@@ -489,11 +469,6 @@ def _longest_gap(times: Mapping[str, Sequence[float]], start: float, end: float)
 # --- numbers ----------------------------------------------------------------------------------
 
 
-def _number(value: float) -> str:
-    """Three digits that count, thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 @_styled
 def lines(
     x: Sequence[float],
@@ -504,10 +479,10 @@ def lines(
 ) -> Picture:
     """Measured values over `x`, a line for each series, named at its end."""
     figure, (axis,) = _figure(240)
-    for colour, (name, values) in zip(("doc", *OWN), series.items(), strict=False):
-        axis.plot(x, values, color=COLOURS[colour], marker="o", ms=5, lw=2)
+    for colour, (name, values) in zip(("doc", *CHATS), series.items(), strict=False):
+        axis.plot(x, values, color=LIGHT[colour], marker="o", ms=5, lw=2)
         place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        axis.annotate(name, (x[-1], values[-1]), color=COLOURS[colour], **place)
+        axis.annotate(name, (x[-1], values[-1]), color=LIGHT[colour], **place)
     if log:
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -520,7 +495,7 @@ def lines(
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
     axis.grid(axis="y")
-    ends = ", ".join(f"{name} {_number(values[-1])}" for name, values in series.items())
+    ends = ", ".join(f"{name} {plain(values[-1])}" for name, values in series.items())
     return Picture(figure, f"{ylabel}, at {x[-1]:g}: {ends}")
 
 
@@ -529,17 +504,17 @@ def bars(values: Mapping[str, float], unit: str, title: str = "") -> Picture:
     """One bar for each value, with its number."""
     figure, (axis,) = _figure(34 * len(values) + (50 if title else 24))
     names = list(values)
-    axis.barh(names, list(values.values()), color=COLOURS["a"], height=0.62)
+    axis.barh(names, list(values.values()), color=LIGHT["a"], height=0.62)
     for row, value in enumerate(values.values()):
         beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-        axis.annotate(f"{_number(value)} {unit}", (value, row), **beside)
+        axis.annotate(f"{plain(value)} {unit}", (value, row), **beside)
     axis.set_xlim(0, 1.25 * max(values.values()) or 1)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set_xticks([])
-    axis.tick_params(left=False, labelcolor=COLOURS["text"])
+    axis.tick_params(left=False, labelcolor=LIGHT["text"])
     axis.spines[["bottom", "left"]].set_visible(False)
     axis.set_title(title)
-    parts = [f"{name} {_number(value)} {unit}" for name, value in values.items()]
+    parts = [f"{name} {plain(value)} {unit}" for name, value in values.items()]
     return Picture(figure, ", ".join(parts))
 
 
@@ -558,6 +533,6 @@ def results(content: Mapping[str, Any], table: str, columns: Sequence[str]) -> T
     body = []
     for row in rows:
         values = [row["values"].get(column) for column in columns]
-        medians = ["–" if value is None else _number(value["median"]) for value in values]
+        medians = ["–" if value is None else plain(value["median"]) for value in values]
         body.append([row["name"], *(row["params"].get(key, "") for key in params), *medians])
     return Table(heads, body)
