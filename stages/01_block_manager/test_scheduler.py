@@ -1,4 +1,7 @@
-"""Who is computed in which step, without a model: the tests play the model's part."""
+"""Who is computed in which step, without a model: the tests play the model's part.
+
+The rules that a whole engine shows are in `tests/contract/scheduling.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from .block_manager import BlockManager
 from .config import EngineConfig
-from .scheduler import ScheduledBatch, Scheduler
+from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 
 
@@ -33,12 +36,6 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
     batch = scheduler.schedule()
     scheduler.commit(batch, [7] * len(batch.sampling))
     return [(s.sequence.request_id, s.start_pos, s.num_tokens) for s in batch.slices]
-
-
-def test_nothing_to_do() -> None:
-    scheduler = make_scheduler()
-    assert scheduler.schedule() == ScheduledBatch([])
-    assert not scheduler.has_unfinished()
 
 
 def test_the_life_of_a_token() -> None:
@@ -67,34 +64,6 @@ def test_the_commit_wants_a_token_for_each_that_sampled() -> None:
     add(scheduler, 9, 3)
     with pytest.raises(ValueError):
         scheduler.commit(scheduler.schedule(), [7])
-
-
-def test_whole_prompts_go_before_decodes() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=10)
-    add(scheduler, 4, 6, 5)
-    assert step(scheduler) == [("a", 0, 4), ("b", 0, 6)]
-    assert step(scheduler) == [("c", 0, 5)]
-    assert step(scheduler) == [("a", 4, 1), ("b", 6, 1), ("c", 5, 1)]
-
-
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    """A short prompt would fit; it waits, or short ones could starve a long one."""
-    scheduler = make_scheduler(num_blocks=6)
-    a, _, _ = add(scheduler, 12, 16, 2)
-    assert step(scheduler) == [("a", 0, 12)]
-    assert step(scheduler) == [("a", 12, 1)]
-    scheduler.finish(a, "length")
-    assert step(scheduler) == [("b", 0, 16), ("c", 0, 2)]
-
-
-@pytest.mark.parametrize("budget", [2, 3])
-def test_S5_no_more_seats_than_tokens(budget: int) -> None:
-    """Every running sequence decodes in every step, so a step has a token for each of them."""
-    scheduler = make_scheduler(max_num_batched_tokens=budget)
-    add(scheduler, *[1] * 5)
-    for _ in range(4):
-        assert sum(num_tokens for _, _, num_tokens in step(scheduler)) == budget
-    assert (len(scheduler.running), len(scheduler.waiting)) == (budget, 5 - budget)
 
 
 def test_S7_the_youngest_gives_its_blocks_to_the_oldest() -> None:
@@ -142,26 +111,6 @@ def test_S7_preempted_ones_stay_in_the_order_of_arrival() -> None:
     assert [s.sequence for s in batch.slices] == [a, b]
     assert batch.preempted == [d, c]
     assert [*scheduler.running, *scheduler.waiting] == [a, b, c, d, e]
-
-
-def test_S7_grown_over_the_budget_it_is_computed_alone() -> None:
-    scheduler = make_scheduler(num_blocks=7, max_num_batched_tokens=9)
-    a, b = add(scheduler, 9, 9)
-    for _ in range(7):
-        step(scheduler)
-    assert b.status is SequenceStatus.WAITING and b.num_tokens == 13
-    scheduler.finish(a, "length")
-    scheduler.add(Sequence("c", [1], 5))
-    assert step(scheduler) == [("b", 0, 13)]
-    assert step(scheduler) == [("c", 0, 1)]
-
-
-def test_S8_a_seat_is_taken_in_the_step_after_it_was_left() -> None:
-    scheduler = make_scheduler(max_num_seqs=2)
-    a, _, _ = add(scheduler, 3, 3, 3)
-    assert [request_id for request_id, _, _ in step(scheduler)] == ["a", "b"]
-    scheduler.finish(a, "stop")
-    assert step(scheduler) == [("c", 0, 3)]
 
 
 @pytest.mark.parametrize("state", ["waiting", "running", "preempted"])

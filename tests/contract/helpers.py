@@ -7,7 +7,7 @@ keeps its KV cache.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 
 from shared import RequestOutput, SamplingParams
 from tests.reference import reference, reference_tokens
+
+MakeEngine = Callable[..., Any]
 
 
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:

@@ -13,7 +13,6 @@ import pytest
 from shared import SamplingParams
 
 from .helpers import (
-    check_idle,
     check_tokens,
     collect,
     describe,
@@ -172,7 +171,6 @@ def test_A1_abort_of_one_that_shares(make_engine: Any) -> None:
         expect(outputs[ids[aborted]][-1].finish_reason, "abort", "the reason of the aborted one.")
         other = outputs[ids[1 - aborted]][-1]
         check_tokens(other, cold(make_engine, other.prompt_token_ids, 8), engine)
-        check_idle(engine)
 
 
 def test_the_budget_is_charged_after_the_lookup(make_engine: Any) -> None:
@@ -227,21 +225,20 @@ def test_caching_can_be_switched_off(make_engine: Any) -> None:
     expect(engine.stats()["cached_blocks"], 0, "findable blocks with enable_prefix_caching=False.")
 
 
+def chat(tokenizer: Any, *messages: tuple[str, str]) -> list[int]:
+    """The prompt of a chat: what each role said."""
+    turns = [{"role": role, "content": content} for role, content in messages]
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def test_the_next_turn_of_a_chat_hits_the_answer(make_engine: Any, tiny: Any) -> None:
     """Generated tokens are cached as they fill blocks; a real chat template frames them."""
     engine = make_engine()
-    tokenizer = tiny[1]
-    messages = [{"role": "user", "content": "Say something long."}]
-
-    def prompt(messages: list[dict[str, str]]) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    first = prompt(messages)
+    first = chat(tiny[1], ("user", "Say something long."))
     answer = run(engine, [first], greedy(21))[0]
     # The second turn as token ids: text that a random model invents may tokenise differently.
-    following = prompt([{"role": "user", "content": "Go on."}])
-    second = [*first, *answer.token_ids, *following]
+    second = [*first, *answer.token_ids, *chat(tiny[1], ("user", "Go on."))]
     output = run(engine, [second], greedy(3))[0]
     in_cache = len(first) + 20  # the last generated token was never an input
     why = f"full blocks of the {in_cache} tokens that the first turn left, its answer included"
@@ -252,27 +249,16 @@ def test_the_next_turn_of_a_chat_hits_the_answer(make_engine: Any, tiny: Any) ->
 @pytest.mark.model
 def test_the_next_turn_hits_on_a_real_model(stage: ModuleType, smollm2: Any) -> None:
     """The same with SmolLM2's template and its own words."""
-    tokenizer = smollm2[1]
     engine = stage.LLMEngine(model=smollm2, num_blocks=128)
-    messages = [{"role": "user", "content": "Name three colours, one per line."}]
-
-    def encode(messages: list[dict[str, str]]) -> list[int]:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    first = encode(messages)
+    question = ("user", "Name three colours, one per line.")
+    first = chat(smollm2[1], question)
     answer = engine.generate([first], SamplingParams(temperature=0, max_tokens=40), False)[0]
-    messages += [
-        {"role": "assistant", "content": answer.text},
-        {"role": "user", "content": "And three animals?"},
-    ]
-    output = run(engine, [encode(messages)], greedy(4))[0]
+    second = chat(smollm2[1], question, ("assistant", answer.text), ("user", "And three animals?"))
+    output = run(engine, [second], greedy(4))[0]
     assert output.metrics.num_cached_tokens > len(first), "only the question was found again"
     fresh = stage.LLMEngine(model=smollm2, num_blocks=128, enable_prefix_caching=False)
-    assert (
-        fresh.generate([encode(messages)], greedy(4), use_tqdm=False)[0].token_ids
-        == output.token_ids
-    )
+    [wanted] = run(fresh, [second], greedy(4))
+    check_tokens(output, wanted.token_ids, engine)
 
 
 def test_engine_config_names_the_option(stage: ModuleType) -> None:

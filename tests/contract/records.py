@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .helpers import describe, drain, expect, greedy, make_prompt, preempted
-from .identity import MakeEngine
+from .helpers import MakeEngine, describe, drain, expect, greedy, make_prompt, preempted
 
 
 def test_the_trace_tells_the_whole_story(make_engine: MakeEngine) -> None:

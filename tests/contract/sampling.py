@@ -9,6 +9,7 @@ import pytest
 from shared import SamplingParams
 
 from .helpers import (
+    MakeEngine,
     check_reference,
     drain,
     expect,
@@ -18,7 +19,6 @@ from .helpers import (
     run,
     scripted,
 )
-from .identity import MakeEngine
 
 
 def at_random(max_tokens: int, **options: Any) -> SamplingParams:
@@ -36,11 +36,6 @@ def test_M1_low_temperatures(make_engine: MakeEngine, tiny: Any, temperature: fl
     expect(ended, ("length", 8), f"reason and number of tokens at temperature {temperature}.")
     if temperature < 1e-3:
         check_reference(output, tiny, 8, engine)
-
-
-def test_M1_a_negative_temperature() -> None:
-    with pytest.raises(ValueError, match="-0.1"):
-        SamplingParams(temperature=-0.1)
 
 
 def test_M2_greedy_beside_random(make_engine: MakeEngine, tiny: Any) -> None:

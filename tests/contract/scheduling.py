@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .helpers import (
+    MakeEngine,
     check_reference,
     collect,
     describe,
@@ -17,7 +18,6 @@ from .helpers import (
     make_prompt,
     preempted,
 )
-from .identity import MakeEngine
 
 
 def test_S6_a_step_with_nothing_to_do(make_engine: MakeEngine) -> None:
@@ -29,7 +29,7 @@ def test_S6_a_step_with_nothing_to_do(make_engine: MakeEngine) -> None:
     )
 
 
-def test_one_token_for_each_request_and_step(make_engine: MakeEngine, tiny: Any) -> None:
+def test_one_token_for_each_request_and_step(make_engine: MakeEngine) -> None:
     """Short prompts that all fit: every step from the first on gives each of them a token."""
     engine = make_engine()
     ids = [engine.add_request(make_prompt(n), greedy(5)) for n in (2, 5, 9)]

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from .helpers import (
+    MakeEngine,
     check_reference,
     collect,
     describe,
@@ -17,7 +18,6 @@ from .helpers import (
     preempted,
     run,
 )
-from .identity import MakeEngine
 from .limits import refused
 
 
