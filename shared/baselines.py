@@ -20,6 +20,8 @@ NO_EOS = -1  # no token has this id, so nothing ends early
 
 
 class Generated(NamedTuple):
+    """The tokens of one answer, and when each was there."""
+
     token_ids: list[int]
     token_times: list[float]
 

@@ -40,16 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if something failed or the stages' texts differ; 2 if the command line
         is wrong; 130 after Ctrl-C.
     """
-    parser = build_parser()
-    args = parser.parse_args(argv)
-
-    def program() -> int:
-        try:
-            return run(args)
-        except OutOfRange as error:
-            parser.error(str(error))
-
-    return finish(program)
+    args = build_parser().parse_args(argv)
+    return finish(lambda: run(args), usage_errors=OutOfRange)
 
 
 def build_parser() -> argparse.ArgumentParser:

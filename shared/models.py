@@ -28,11 +28,7 @@ from .tiny import (
 
 __all__ = ["LoadedModel", "ModelShape", "UnsupportedModel", "inspect_model", "load_model"]
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LoadedModel(NamedTuple):

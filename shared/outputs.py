@@ -137,6 +137,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
         return self.finish_reason is not None
 
     def append(self, sampled: SampledToken, now: float) -> str | None:

@@ -33,9 +33,11 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features] -> [..., out_features]`, float32."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
+        """What `print(model)` says of it."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, packed for oneDNN"
         )

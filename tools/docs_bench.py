@@ -141,14 +141,18 @@ def results_table(
         for column in columns:
             value = row["values"].get(column)
             cells.append("–" if value is None else number(value["median"]))
-        body.append("".join(f"<td>{cell}</td>" for cell in cells))
+        body.append(cells)
+    return _table(heads, body, f"{caption} {provenance(results, words)}")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+    """A table in a figure. Cells are HTML already, heads are text."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return (
         f'<figure class="fig measured"><div class="md-typeset__scrollwrap"><div '
         f'class="md-typeset__table"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{lines}</tbody></table></div></div>"
-        f"<figcaption>{caption} {provenance(results, words)}</figcaption></figure>"
+        f"<tbody>{body}</tbody></table></div></div><figcaption>{caption}</figcaption></figure>"
     )
 
 
@@ -157,17 +161,6 @@ def _param(value: Any) -> str:
 
 
 # --- pictures ---------------------------------------------------------------------------------
-
-
-def _figure(
-    canvas: Canvas, caption: str, results: Mapping[str, Any], words: Mapping[str, str]
-) -> str:
-    label = re.sub(r"<[^>]+>", "", caption)
-    return (
-        f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas">'
-        f"{canvas.svg(label)}</div><figcaption>{caption} {provenance(results, words)}"
-        f"</figcaption></figure>\n"
-    )
 
 
 def stall_picture(
@@ -209,7 +202,12 @@ def stall_picture(
     for n in range(int(start / step), int(end / step) + 1):
         canvas.line(x(n * step), bottom, x(n * step), bottom + 5, "line")
         canvas.text(x(n * step), bottom + 18, f"{n * step:g} s", "small muted", "middle")
-    return _figure(canvas, caption or words["stall_picture"], results, words)
+    caption = caption or words["stall_picture"]
+    return (
+        f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas">'
+        f"{canvas.svg(re.sub(r'<[^>]+>', '', caption))}</div><figcaption>{caption} "
+        f"{provenance(results, words)}</figcaption></figure>\n"
+    )
 
 
 def _round_step(value: float) -> float:
@@ -245,17 +243,16 @@ def picture(name: str, alt: str, caption: str = "", page: str = "", folder: Path
 
 def claims(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
     """What the project says about itself, beside what was measured."""
-    rows = "".join(
-        f"<tr><td>{escape(claim['text'])}</td>"
-        f"<td>{'≥' if claim['at_least'] else '≤'} {claim['limit']:g}</td>"
-        f"<td>{number(claim['value'])}</td><td>{words['yes' if claim['holds'] else 'no']}</td></tr>"
+    rows = [
+        [
+            escape(claim["text"]),
+            f"{'≥' if claim['at_least'] else '≤'} {claim['limit']:g}",
+            number(claim["value"]),
+            words["yes" if claim["holds"] else "no"],
+        ]
         for claim in results["claims"]
-    )
+    ]
     if not rows:
         raise DocsError(f"{results['benchmark']}: no claims")
-    heads = "".join(f"<th>{words[key]}</th>" for key in ("claim", "limit", "measured", "holds"))
-    return (
-        f'<figure class="fig measured"><div class="md-typeset__scrollwrap"><div '
-        f'class="md-typeset__table"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>'
-        f"</table></div></div><figcaption>{provenance(results, words)}</figcaption></figure>"
-    )
+    heads = [words[key] for key in ("claim", "limit", "measured", "holds")]
+    return _table(heads, rows, provenance(results, words))

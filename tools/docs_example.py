@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -136,14 +136,16 @@ class Bookkeeper:
         self.steps.append(step)
         return step
 
-    def run(self, before_step: Callable[[Bookkeeper, int], None], max_steps: int = 500) -> None:
-        """Step until nothing is left, calling `before_step(self, index)` first each time."""
-        for index in range(max_steps):
-            before_step(self, index)
-            if not self.scheduler.has_unfinished() and index > max(ARRIVALS.values()):
-                return
+    def arrive(self, index: int) -> None:
+        """Add what comes before step `index` of the running example."""
+        for name, when in ARRIVALS.items():
+            if when == index:
+                self.add(name, prompt(name), MAX_TOKENS[name])
+
+    def drain(self) -> None:
+        """Step until nothing is left."""
+        while self.scheduler.has_unfinished():
             self.step()
-        raise RuntimeError(f"{max_steps} steps did not end the traffic")
 
 
 def _made_up(sequence: Any) -> int:
@@ -159,21 +161,14 @@ def prompt(name: str) -> list[int]:
 
 
 @cache
-def _run(stage: int, options: tuple[tuple[str, Any], ...]) -> Bookkeeper:
-    keeper = Bookkeeper(stage, **dict(options))
-
-    def arrive(keeper: Bookkeeper, index: int) -> None:
-        for name, when in ARRIVALS.items():
-            if when == index:
-                keeper.add(name, prompt(name), MAX_TOKENS[name])
-
-    keeper.run(arrive)
-    return keeper
-
-
 def run(stage: int, **options: Any) -> list[Step]:
     """All steps of the running example on one stage."""
-    return _run(stage, tuple(sorted(options.items()))).steps
+    keeper = Bookkeeper(stage, **options)
+    for index in range(max(ARRIVALS.values()) + 1):
+        keeper.arrive(index)
+        keeper.step()
+    keeper.drain()
+    return keeper.steps
 
 
 # --- numbers for the text ---------------------------------------------------------------------

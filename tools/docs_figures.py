@@ -643,12 +643,10 @@ def hit_run() -> tuple[list[example.Step], list[tuple[int, int, int]]]:
     )
     prefix = list(range(8000))
     keeper.add("first", prefix, 1)
-    while keeper.scheduler.has_unfinished():
-        keeper.step()
+    keeper.drain()
     done = len(keeper.steps)
     keeper.add("second", [*prefix, *range(20_000, 24_000)], 1)
-    while keeper.scheduler.has_unfinished():
-        keeper.step()
+    keeper.drain()
     steps = keeper.steps[done:]
     return steps, example.chunks(steps, "second")
 

@@ -115,17 +115,7 @@ def _story(keeper: example.Bookkeeper, words: Words) -> str:
 
 def preemption(words: Words) -> str:
     """Stage 01, 8 blocks of 4, two prompts of 9 tokens with 9 to generate."""
-    return _story(preemption_run(), words)
-
-
-def preemption_run() -> example.Bookkeeper:
-    """The run of `preemption`, to its end."""
-    keeper = example.Bookkeeper(1, num_blocks=8, block_size=4)
-    for name, first in (("A", 0), ("B", 100)):
-        keeper.add(name, range(first, first + 9), 9)
-    while keeper.scheduler.has_unfinished():
-        keeper.step()
-    return keeper
+    return _story(_two(1, 9, 9, num_blocks=8), words)
 
 
 def deadlock(words: Words) -> str:
@@ -135,11 +125,15 @@ def deadlock(words: Words) -> str:
 
 def deadlock_run() -> example.Bookkeeper:
     """The run of `deadlock`, to its end."""
-    keeper = example.Bookkeeper(4, num_blocks=6, block_size=4, max_prefill_chunk_size=4)
+    return _two(4, 16, 2, num_blocks=6, max_prefill_chunk_size=4)
+
+
+def _two(stage: int, num_tokens: int, max_tokens: int, **options: Any) -> example.Bookkeeper:
+    """Two prompts of so many tokens, which come together, with blocks of 4; run to their ends."""
+    keeper = example.Bookkeeper(stage, block_size=4, **options)
     for name, first in (("A", 0), ("B", 100)):
-        keeper.add(name, range(first, first + 16), 2)
-    while keeper.scheduler.has_unfinished():
-        keeper.step()
+        keeper.add(name, range(first, first + num_tokens), max_tokens)
+    keeper.drain()
     return keeper
 
 
@@ -257,8 +251,7 @@ def lookups(words: Words) -> str:
     def serve(name: str, token_ids: list[int], max_tokens: int, **more: Any) -> list[int]:
         """Serve a request to its end; return its tokens, the generated ones included."""
         sequence = keeper.add(name, token_ids, max_tokens, **more)
-        while keeper.scheduler.has_unfinished():
-            keeper.step()
+        keeper.drain()
         found = sequence.num_hit_tokens
         rows.append([words[name], len(token_ids), found, len(token_ids) - found])
         return list(sequence.token_ids)
@@ -335,9 +328,7 @@ def abort(words: Words) -> str:
     keeper = example.Bookkeeper(4)
     rows = []
     for index in range(16):
-        for name, when in example.ARRIVALS.items():
-            if when == index:
-                keeper.add(name, example.prompt(name), example.MAX_TOKENS[name])
+        keeper.arrive(index)
         if index == 15:
             keeper.finish(example.DOCUMENT, "abort")
             rows.append([words["abort"], "FINISHED", 0, keeper.block_manager.num_free_blocks])

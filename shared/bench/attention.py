@@ -57,6 +57,7 @@ COPY_BYTES = 256 * 2**20
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument("--contexts", type=whole(1, 131_072), nargs="+", help="tokens")
     parser.add_argument("--batches", type=whole(1, 1024), nargs="+", help="sequences")
     parser.add_argument("--block-size", type=whole(1, 1024), default=16)
@@ -64,6 +65,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """All cases, backends in turn; then the whole decode step."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rounds = args.rounds or size["rounds"]

@@ -58,12 +58,14 @@ POOLS = (1_000, 10_000, 100_000, 1_000_000)
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     add_stages(parser, [1, 2, 3, 4])
     parser.add_argument("--running", type=whole(1, 4096), default=256)
     parser.add_argument("--waiting", type=whole(1, 1_000_000), help="default 10000")
 
 
 def run(session: Session) -> None:
+    """Both tables, stages and pools in turn."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rounds, waiting = args.rounds or size["rounds"], args.waiting or size["waiting"]

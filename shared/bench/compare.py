@@ -14,6 +14,7 @@ from .results import load, pack, short
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument("one", metavar="A.json", help="the result to compare with")
     parser.add_argument("other", metavar="B.json", help="the result in question")
 
@@ -64,10 +65,12 @@ def matching(
 
 
 def label(row: dict[str, Any]) -> str:
+    """A row by its name and params, which tell it from the others of its table."""
     return ", ".join([row["name"], *(f"{k} {v}" for k, v in row["params"].items())])
 
 
 def title_of(content: dict[str, Any], key: str) -> str:
+    """What stands above a column."""
     return content["columns"][key]["title"]
 
 

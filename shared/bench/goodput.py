@@ -55,6 +55,7 @@ FEWEST = 8  # requests, at however low a rate
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     add_stages(parser, [3, 4])
     parser.add_argument("--workload", choices=tuple(TRAFFIC), default="mixed")
     parser.add_argument(
@@ -71,6 +72,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """Requests and limits, then the rates upwards, stages in turn."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rates = check_rates(args.rates or size["rates"])

@@ -14,13 +14,7 @@ COLUMNS = (
     *("output_tok_s", "total_tok_s", "kv_waste", "kv_peak", "hit_rate", "stall"),
 )
 FULL = {"rounds": 3}
-QUICK = {
-    "rounds": 1,
-    "num_chats": 4,
-    "system_tokens": 64,
-    "own_tokens": (16, 32),
-    "max_tokens": 12,
-}
+QUICK = {"rounds": 1, "num_chats": 4, "system_tokens": 64, "own_tokens": (16, 32), "max_tokens": 12}
 # How a workload calls its number of requests, if not `num_requests`.
 COUNTS = {"long_prompt": "num_streams", "multi_turn": "num_chats", "example": "num_chats"}
 NAMES = {"naive": rows.NAIVE, "generate": rows.CACHED, "padded": rows.PADDED} | {
@@ -30,6 +24,7 @@ NAMES = {"naive": rows.NAIVE, "generate": rows.CACHED, "padded": rows.PADDED} | 
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument("--workload", choices=tuple(WORKLOADS), default="example")
     parser.add_argument(
         "--requests", type=whole(1, 1000), help="of the workload, in place of its own number"
@@ -43,6 +38,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """The rows, in turn, on one workload."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     rounds = args.rounds or size["rounds"]

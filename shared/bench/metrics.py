@@ -95,11 +95,7 @@ def latency(outputs: Iterable[RequestOutput]) -> dict[str, float | None]:
     ttfts = [m.ttft for m in metrics if m.ttft is not None]
     itls = [gap for m in metrics for gap in m.itls]
     tpots = [m.tpot * MS for m in metrics if m.tpot is not None]
-    return {
-        **quantiles("ttft", ttfts),
-        **quantiles("itl", itls),
-        "tpot_p50": percentile(tpots, 50),
-    }
+    return {**quantiles("ttft", ttfts), **quantiles("itl", itls), "tpot_p50": percentile(tpots, 50)}
 
 
 def span(outputs: Sequence[RequestOutput]) -> float:

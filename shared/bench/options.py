@@ -56,6 +56,7 @@ def add_common(parser: Parser) -> None:
 
 
 def add_stages(parser: Parser, default: list[int]) -> None:
+    """Which stages; `default` if nobody says."""
     parser.add_argument(
         *("--stages", "-s"),
         type=int,

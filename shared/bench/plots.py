@@ -33,6 +33,7 @@ LONG = "long"  # the request that makes the others wait; all others are streams
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument(
         "--out", default="build/bench", metavar="DIR", help="where the JSON is and pictures go"
     )

@@ -44,6 +44,7 @@ QUICK = {
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument("--questions", type=whole(2, 1000), help="default 16")
     parser.add_argument("--prefix-tokens", type=whole(16, 100_000), help="default 1024")
     parser.add_argument("--own-tokens", type=whole(1, 10_000), help="default 32")
@@ -53,6 +54,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """The parts that were asked for."""
     args = session.args
     size = sizes(args, FULL, QUICK)
     if "a" in args.parts:

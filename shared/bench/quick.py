@@ -10,6 +10,7 @@ from .options import Parser
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument("--model", default="smollm2", help="as for the stages")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--out", default="build/bench", metavar="DIR", help="where results go")

@@ -67,6 +67,7 @@ CHUNKS = (4096, 2048, 512)
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     names = ("a", "b", "c", "d", "e")
     parser.add_argument("--parts", nargs="+", choices=names, default=list(names))
     parser.add_argument("--gpu", choices=tuple(GPUS), default="h100", help="of (b) to (e)")
@@ -81,6 +82,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """The parts that were asked for."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     roofline = Roofline(GPUS[args.gpu], ModelSize.named(args.shape))
@@ -256,11 +258,7 @@ def hours(session: Session, size: dict[str, Any], roofline: Roofline) -> None:
 
 def latency(outputs: list[RequestOutput]) -> dict[str, float | None]:
     """What is reported of any simulated traffic."""
-    return {
-        **metrics.latency(outputs),
-        **metrics.throughput(outputs),
-        **metrics.hit_rate(outputs),
-    }
+    return {**metrics.latency(outputs), **metrics.throughput(outputs), **metrics.hit_rate(outputs)}
 
 
 def fleet(session: Session, size: dict[str, Any], roofline: Roofline) -> None:

@@ -239,6 +239,7 @@ class Soak:
         self.seen[str(reason)] += 1
 
     def check_tokens(self, output: RequestOutput, num_prompt_tokens: int) -> None:
+        """Raises Lost if a token is not that of its place; a model computes what it likes."""
         if self.runner.computes:
             return
         for i, token_id in enumerate(output.token_ids):
@@ -329,6 +330,7 @@ def quiet(stage: ModuleType) -> Iterator[None]:
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     add_stages(parser, [1, 2, 3, 4])
     parser.add_argument("--quick", action="store_true", help="a twentieth of the requests")
     parser.add_argument("--model", help=f"compute, too, with this one; {MODEL_REQUESTS} requests")

@@ -41,6 +41,7 @@ QUICK = {"rounds": 1, "stream_tokens": 48}
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     add_stages(parser, [3, 4])
     parser.add_argument("--streams", type=whole(1, 64), default=4)
     parser.add_argument("--long-prompt", type=whole(64, 1_000_000), help="tokens, default 3072")
@@ -62,6 +63,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """The stages in turn, or stage 04 by chunk size."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     report.settings |= {"streams": args.streams, "chunk_size": args.chunk_size}
@@ -202,11 +204,7 @@ def series(result: Run) -> dict[str, Any]:
 
 
 def sweep(
-    session: Session,
-    table: str,
-    workload: workloads.Workload,
-    chunk_sizes: list[int],
-    rounds: int,
+    session: Session, table: str, workload: workloads.Workload, chunk_sizes: list[int], rounds: int
 ) -> None:
     """Stage 04 at every chunk size."""
     report = session.report

@@ -28,6 +28,7 @@ QUICK: dict[str, Any] = {
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     parser.add_argument(
         "--of", nargs="+", choices=("chunk", "block", "pool"), default=["chunk", "block", "pool"]
     )
@@ -41,6 +42,7 @@ def add_options(parser: Parser) -> None:
 
 
 def run(session: Session) -> None:
+    """The sweeps that were asked for."""
     args = session.args
     size = sizes(args, FULL, QUICK)
     rounds = args.rounds or size["rounds"]

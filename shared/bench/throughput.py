@@ -15,11 +15,13 @@ QUICK = {"rounds": 1, "num_requests": 8, "prompt_tokens": (32, 128), "max_tokens
 
 
 def add_options(parser: Parser) -> None:
+    """Its own options."""
     add_stages(parser, [1, 4])
     parser.add_argument("--requests", type=whole(1, 1000), help="default 16")
 
 
 def run(session: Session) -> None:
+    """The rows, in turn."""
     args, report = session.args, session.report
     size = sizes(args, FULL, QUICK)
     workload = chat(

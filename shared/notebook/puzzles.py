@@ -100,10 +100,7 @@ def check_slots(
         slots(lambda t: block_table[t // size] * size + t % size),
         "Right. Logical block by division, physical block by the table, offset by the remainder.",
         [
-            (
-                list(tokens),
-                "Those are the tokens themselves. The block table says where they are.",
-            ),
+            (list(tokens), "Those are the tokens themselves. The block table says where they are."),
             (
                 slots(lambda t: block_table[t // size]),
                 "Those are blocks, of `block_size` slots each.",
@@ -205,10 +202,7 @@ def check_reads(answer: Any, context_len: int, block_size: int = 16) -> Verdict:
                 (entries, 0),
                 "The remainder is 0, and yet the last block is read: then it is a full one.",
             ),
-            (
-                (entries, block_size - last),
-                "So many slots of the last block hold nothing.",
-            ),
+            ((entries, block_size - last), "So many slots of the last block hold nothing."),
         ],
         f"Lay {context_len} tokens into blocks of {block_size}: how many blocks are touched, and "
         "how many tokens are in the last of them?",
@@ -231,10 +225,7 @@ def check_merge(
         merged(f1, f2, f1, f2),
         "Right. Both parts are brought to one maximum, and then sums are sums.",
         [
-            (
-                merged(1, 1, 1, 1),
-                "The sums have different maxima. Bring both to the larger one.",
-            ),
+            (merged(1, 1, 1, 1), "The sums have different maxima. Bring both to the larger one."),
             (
                 merged(1 / f1, 1 / f2, 1 / f1, 1 / f2),
                 "The factor is the wrong way round: the part with the smaller maximum must shrink.",
@@ -282,10 +273,7 @@ def check_attend(function: Callable[[Tensor, Tensor, Tensor, list[int], int], An
 
     scale = dim**-0.5
     others = [
-        (
-            flat[:, : context_len // size * size],
-            "The last block is missing: not full, but read.",
-        ),
+        (flat[:, : context_len // size * size], "The last block is missing: not full, but read."),
         (flat[:, :-1], "The last token is missing: it attends to itself, too."),
     ]
     if result.isnan().any():
@@ -379,10 +367,7 @@ def check_reuse(
         tail + head[::-1],
         "Right. First what holds nothing that could be found, then the tail before the head.",
         [
-            (
-                tail + head,
-                "Without its head, the rest cannot be found. Which end should go first?",
-            ),
+            (tail + head, "Without its head, the rest cannot be found. Which end should go first?"),
             (list(table), "In the table's order the head goes first, and the rest is lost."),
             (
                 head[::-1] + tail,
@@ -408,10 +393,7 @@ def check_chunks(answer: Any, num_tokens: int, chunk_size: int, found: int = 0) 
         (count, last, 1),
         "Right. Only the last chunk has read the whole question.",
         [
-            (
-                (count, last, count),
-                "A chunk in the middle has no last prompt token.",
-            ),
+            ((count, last, count), "A chunk in the middle has no last prompt token."),
             ((count, last, 0), "The last chunk ends the prompt: there is the first output token."),
             (
                 (whole, num_tokens - (whole - 1) * chunk_size, 1),
