@@ -1,21 +1,31 @@
 """Plants small faults, one at a time, and counts how many the tests notice: `make mutants`.
 
-`pyproject.toml` says under `[tool.mutants]` which files get faults, which tests must notice, and
-which faults are not worth a run. The tests run on a copy of the repository, so the working tree is
-never touched. `make mutants ARGS="scheduler"` takes only the files whose path contains a word.
+`pyproject.toml` says under `[tool.mutants]` which files get faults, which tests must notice, which
+changes are not worth a run, and which are no faults: lines that do the same in other words, each
+with its reason. The tests run on a copy of the repository, so the working tree is never touched.
+`make mutants ARGS="scheduler"` takes only the files whose path contains a word.
+
+cosmic-ray makes the faults. Each meets the tests in a fork of this process, which has imported the
+large libraries once for all: that is most of the time of a run that fails early.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import json
+import multiprocessing
 import os
-import shlex
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +35,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOLS = Path(sys.executable).parent
+LIBRARIES = ["hypothesis", "numba", "pytest", "torch", "transformers"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,68 +56,107 @@ def main(argv: list[str] | None = None) -> int:
     if not files:
         print(f"no file of [tool.mutants.files] contains {args.words}", file=sys.stderr)
         return 2
+
+    os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    sys.dont_write_bytecode = True  # Python tells old bytecode by the second in which it was made
+    for name in LIBRARIES:
+        importlib.import_module(name)
     args.out.mkdir(parents=True, exist_ok=True)
     survivors: dict[str, list[str]] = {}
-    print(f"{'file':48} {'faults':>6} {'noticed':>8} {'share':>6}")
+    print(f"{'file':44} {'changes':>7} {'no fault':>8} {'faults':>6} {'noticed':>7} {'share':>6}")
     for path, tests in files.items():
-        outcomes = run(path, tests, settings, args.out)
-        counts = Counter(noticed for _, noticed in outcomes)
-        share = 100 * counts[True] / max(1, len(outcomes))  # a short file may have none
-        print(f"{path:48} {len(outcomes):6} {counts[True]:8} {share:5.1f}%", flush=True)
-        survivors[path] = [diff for diff, noticed in outcomes if not noticed]
+        changes = list(plant(path, tests, settings["leave-out"], args.out))
+        survivors[path] = [diff for diff, noticed in changes if not noticed]
+        harmless = sum(new_line(diff) in settings["no-fault"] for diff in survivors[path])
+        faults, noticed = len(changes) - harmless, len(changes) - len(survivors[path])
+        share = 100 * noticed / max(1, faults)  # a short file may have none
+        print(
+            f"{path:44} {len(changes):7} {harmless:8} {faults:6} {noticed:7} {share:5.1f}%",
+            flush=True,
+        )
     (args.out / "survivors.json").write_text(json.dumps(survivors, indent=1), encoding="utf-8")
     for path, diffs in survivors.items():
         for diff in diffs:
-            print(f"\nnot noticed in {path}:\n{diff}")
+            reason = settings["no-fault"].get(new_line(diff))
+            print(f"\nno fault, {reason}, in" if reason else "\nnot noticed in", f"{path}:\n{diff}")
     return 0
 
 
-def run(path: str, tests: list[str], settings: dict[str, Any], out: Path) -> list[tuple[str, bool]]:
-    """Each fault planted in `path` as a diff, and whether a test failed because of it.
+def plant(
+    path: str, tests: list[str], leave_out: list[str], out: Path
+) -> Iterator[tuple[str, bool]]:
+    """Each change to `path` as a diff, and whether a test failed, or hung, because of it.
 
-    Raises CalledProcessError if the tests fail without a fault, too.
+    Raises RuntimeError if the tests fail without a change, too.
     """
-    session = out / (path.replace("/", ".") + ".sqlite")
-    session.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        copy_repository(Path(folder))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-
-        def call(*words: object) -> str:
-            done = subprocess.run(
-                list(map(str, words)),
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
+    with tempfile.TemporaryDirectory(dir=out) as name:
+        folder = Path(name)
+        copy_repository(folder)
+        start = time.monotonic()
+        if fails(folder, tests, limit=3600):
+            raise RuntimeError(
+                f"{path}: the tests fail as it is:\n{log(folder).read_text()[-4000:]}"
             )
-            done.check_returncode()
-            return done.stdout
+        limit = max(30, 4 * (time.monotonic() - start))
+        source = (folder / path).read_text(encoding="utf-8")
+        for changed in changes_to(source, leave_out):
+            (folder / path).write_text(changed, encoding="utf-8")
+            lines = difflib.unified_diff(
+                source.splitlines(), changed.splitlines(), n=1, lineterm=""
+            )
+            yield "\n".join(list(lines)[2:]), fails(folder, tests, limit)
 
-        call(*command)
-        config = Path(folder) / "cosmic-ray.toml"
-        config.write_text(
-            "[cosmic-ray]\n"
-            f'module-path = "{path}"\n'
-            f"timeout = {settings['timeout']}\n"
-            "excluded-modules = []\n"
-            f"test-command = {json.dumps(shlex.join(command))}\n"
-            '[cosmic-ray.distributor]\nname = "local"\n'
-            "[cosmic-ray.filters.operators-filter]\n"
-            f"exclude-operators = {json.dumps(settings['leave-out'])}\n",
-            encoding="utf-8",
-        )
-        call(TOOLS / "cosmic-ray", "init", config, session)
-        call(TOOLS / "cr-filter-operators", session, config)
-        call(TOOLS / "cosmic-ray", "exec", config, session)
-        lines = call(TOOLS / "cosmic-ray", "dump", session).splitlines()
-    results = [result for _, result in map(json.loads, lines) if result]
-    return [
-        (result["diff"] or "", result["test_outcome"] != "survived")
-        for result in results
-        if result["worker_outcome"] != "skipped"
-    ]
+
+def changes_to(source: str, leave_out: list[str]) -> Iterator[str]:
+    """The source with one change, for every operator and every place where it applies."""
+    from cosmic_ray import mutating, plugins
+
+    for name in sorted(plugins.operator_names()):
+        if any(re.fullmatch(pattern, name) for pattern in leave_out):
+            continue
+        operator = plugins.get_operator(name)
+        for occurrence in count():
+            changed = mutating.mutate_code(source, operator(), occurrence)
+            if changed is None:
+                break
+            yield changed
+
+
+def fails(folder: Path, tests: list[str], limit: float) -> bool:
+    """Whether `tests`, run in `folder`, fail or take more than `limit` seconds."""
+    process: Any = multiprocessing.get_context("fork").Process(
+        target=run_pytest, args=(folder, tests)
+    )
+    process.start()
+    process.join(limit)
+    passed = process.exitcode == 0
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # it, and what it started
+    except ProcessLookupError:
+        pass
+    process.join()
+    return not passed
+
+
+def run_pytest(folder: Path, tests: list[str]) -> None:
+    import pytest
+
+    os.setsid()
+    os.chdir(folder)
+    sys.path[:] = ["", *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
+    with log(folder).open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+
+
+def log(folder: Path) -> Path:
+    return folder / "pytest.log"
+
+
+def new_line(diff: str) -> str:
+    """The first line that a diff adds, without its indentation."""
+    return next((line[1:].strip() for line in diff.splitlines() if line.startswith("+")), "")
 
 
 def copy_repository(folder: Path) -> None:
