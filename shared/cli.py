@@ -30,8 +30,6 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
     config_class = sys.modules[engine_class.__module__].EngineConfig
     parser = build_parser(config_class, f"python -m {engine_class.__module__.rpartition('.')[0]}")
     args = parser.parse_args(argv)
-    log_to_stderr(logging.INFO)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     options = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(config_class)
@@ -50,6 +48,8 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
     def program() -> int:
+        log_to_stderr(logging.INFO)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         args.prompts = [sys.stdin.read() if p == "-" else p for p in args.prompts]
         engine = engine_class(args.model, device=args.device, dtype=args.dtype, **options)
         return run(engine, args, params)

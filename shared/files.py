@@ -41,11 +41,16 @@ def load_json(path: str | Path, format: str, version: int) -> dict[str, Any]:
         ValueError: the file cannot be read, or is something else.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        content = json.loads(text, parse_constant=_no_number)
+    except (OSError, RecursionError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") != format:
         raise ValueError(f"{path} is not a {format} file")
     if content.get("version") != version:
-        raise ValueError(f"{path} has version {content.get('version')}, expected {version}")
+        raise ValueError(f"{path} has version {content.get('version')!r}, expected {version}")
     return content
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not a number")

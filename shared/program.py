@@ -25,6 +25,7 @@ def finish(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what it cannot show
+    _open_streams()
     try:
         code = program()
         sys.stdout.flush()  # if the reader has gone, it shows here and not after the last line
@@ -40,6 +41,15 @@ def finish(
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         print(f"error: {reason}", file=sys.stderr)
         return 2 if isinstance(error, usage_errors) else 1
+
+
+def _open_streams() -> None:
+    """Make up for what the caller closed (`>&-`) or set to nothing (`COLUMNS=0`)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    if os.environ.get("COLUMNS") == "0":  # rich would print nothing at all
+        del os.environ["COLUMNS"]
 
 
 def log_to_stderr(level: int) -> None:

@@ -42,11 +42,18 @@ def chat_prompt(tokenizer: Any, messages: str | list[dict[str, str]]) -> str | l
 
     Returns:
         Token ids; the plain text of a single message if the tokenizer has no chat template.
+
+    Raises:
+        TypeError: the messages are neither.
     """
     if isinstance(messages, str):
         if not getattr(tokenizer, "chat_template", None):
             return messages
         messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+    ):
+        raise TypeError(f"messages are text or a list of role and content, got {messages!r}")
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     check_text("the prompt", text)
     return tokenizer.encode(text, add_special_tokens=False)  # the template brings its own

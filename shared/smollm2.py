@@ -109,7 +109,7 @@ def _is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / MANIFEST).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, TypeError, ValueError):
         return False
 
 
@@ -124,6 +124,8 @@ def _convert_once(source: Path, folder: Path) -> None:
         if _is_complete(folder):
             return
         logger.warning("converting SmolLM2-135M once into %s (about ten seconds)", folder)
+        for left in folder.parent.glob(f"{folder.name}.tmp-*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp-", dir=folder.parent))
         try:
             convert(source, work)

@@ -102,9 +102,9 @@ class Trace:
         trace = cls()
         try:
             for step in content["steps"]:
-                step["slices"] = [tuple(one) for one in step["slices"]]
+                step["slices"] = [(str(i), int(at), int(n)) for i, at, n in step["slices"]]
                 trace.add(StepRecord(**step))
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} has a step that is none: {error}") from error
         trace.record_blocks = any(step.block_tables is not None for step in trace.steps)
         return trace

@@ -243,8 +243,11 @@ def pools(content: dict[str, Any]) -> Iterator[Pool]:
 def load(path: str | Path) -> dict[str, Any]:
     """Read a file. Raises ValueError if it is something else, or if its pools do not add up."""
     content = files.load_json(path, FORMAT, VERSION)
-    for _ in pools(content):
-        pass
+    try:
+        for _ in pools(content):
+            pass
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has a step that is none: {error!r}") from error
     return content
 
 

@@ -64,7 +64,7 @@ def definitions(path: str) -> dict[str, Definition]:
     return found
 
 
-def span(path: str, name: str, comments: bool = True) -> tuple[int, int]:
+def span(path: str, name: str) -> tuple[int, int]:
     """First and last line, from 1, of a definition with its decorators and the comment above."""
     known = definitions(path)
     if name not in known:
@@ -73,7 +73,7 @@ def span(path: str, name: str, comments: bool = True) -> tuple[int, int]:
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(d.lineno for d in decorators)])
     lines = _source(path)
-    while comments and first > 1 and lines[first - 2].lstrip().startswith("#"):
+    while first > 1 and lines[first - 2].lstrip().startswith("#"):
         first -= 1
     assert node.end_lineno is not None
     return first, node.end_lineno

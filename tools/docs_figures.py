@@ -148,11 +148,9 @@ def roofline(words: Words) -> Drawing:
 # --- chapter 1 --------------------------------------------------------------------------------
 
 
-def _pool(
-    canvas: Canvas, top: float, tables: Mapping[str, list[int]], num_blocks: int, columns: int = 16
-) -> float:
+def _pool(canvas: Canvas, top: float, tables: Mapping[str, list[int]], num_blocks: int) -> None:
     """The pool as a grid: each block with the name and logical number of its owner."""
-    owners = _owner_of(tables)
+    owners, columns = _owner_of(tables), 16
     for block in range(num_blocks):
         x, y = 4 + block % columns * CELL, top + block // columns * 27
         held = owners.get(block, [])
@@ -166,7 +164,6 @@ def _pool(
         label = f"{name[0] if name in example.CHATS else ''}{i}"
         label = f"×{len(held)}" if len(held) > 1 else label
         canvas.text(x + CELL / 2, y + 17, label, "small on", "middle")
-    return top + -(-num_blocks // columns) * 27
 
 
 def pool_before(words: Words) -> Drawing:

@@ -17,10 +17,10 @@ from tools.docs_code import ROOT
 FOLDER = ROOT / "docs" / "assets" / "traces"
 
 
-def recordings(folder: Path = FOLDER) -> list[dict[str, Any]]:
+def recordings() -> list[dict[str, Any]]:
     """Name, traffic, stage and chunk size of every recording, in the order of the stages."""
     found = []
-    for path in folder.glob("*.json"):
+    for path in FOLDER.glob("*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
         keys = ("traffic", "stage", "chunk_size")
         found.append({"name": path.stem, **{key: content[key] for key in keys}})

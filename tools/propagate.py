@@ -19,6 +19,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a program, it finds its neighbours like the tests do
+
+from shared.program import finish  # noqa: E402
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -34,7 +39,10 @@ class Outcome:
 
 
 def _git(root: Path, *arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True).stdout
+    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True)
+    if done.returncode:
+        raise RuntimeError(f"git {arguments[0]} failed: {done.stderr.decode().strip()}")
+    return done.stdout
 
 
 def _at_head(root: Path, path: Path) -> bytes | None:
@@ -113,7 +121,7 @@ def propagate(root: Path, number: str) -> list[Outcome]:
         ValueError: there is no such stage.
     """
     stages = sorted((root / "stages").glob("[0-9][0-9]_*"))
-    early = [stage for stage in stages if number.isdigit() and int(stage.name[:2]) == int(number)]
+    early = [stage for stage in stages if number.isdecimal() and int(stage.name[:2]) == int(number)]
     if not early:
         names = ", ".join(stage.name[:2] for stage in stages)
         raise ValueError(f"there is no stage {number!r}; there are {names}: make propagate FROM=01")

@@ -6,6 +6,7 @@ not there yet leaves the place empty. `python tools/readme.py` rewrites all, `--
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def main() -> int:
     path = ROOT / "README.md"
     before = path.read_text(encoding="utf-8")
     after = fill(before)
-    if "--check" in sys.argv:
+    if args.check:
         if before != after:
             print("README.md is behind docs/assets/bench: run python tools/readme.py")
         return int(before != after)

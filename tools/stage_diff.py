@@ -37,35 +37,12 @@ class Rule:
     may_add: tuple[str, ...] = ()
 
 
+BOOKKEEPING = ("sequence.py", "block_manager.py", "scheduler.py")
+JOINTS = ("config.py", "engine.py", "model_runner.py")
 RULES = {
-    "02": Rule(
-        120,
-        ("attention.py", "config.py", "kv_cache.py", "model_runner.py", "engine.py"),
-        may_add=(*KERNELS, "backends.py"),
-    ),
-    "03": Rule(
-        180,
-        (
-            "block_manager.py",
-            "sequence.py",
-            "scheduler.py",
-            "config.py",
-            "engine.py",
-            "model_runner.py",
-        ),
-    ),
-    "04": Rule(
-        180,
-        (
-            "sequence.py",
-            "scheduler.py",
-            "config.py",
-            "engine.py",
-            "model_runner.py",
-            "attention.py",
-            "block_manager.py",
-        ),
-    ),
+    "02": Rule(120, (*JOINTS, "attention.py", "kv_cache.py"), may_add=KERNELS),
+    "03": Rule(180, (*JOINTS, *BOOKKEEPING)),
+    "04": Rule(180, (*JOINTS, *BOOKKEEPING, "attention.py")),
 }
 # In every stage these may differ in their docstring, which names the stage, and in nothing else.
 DOCSTRING_ONLY = ("__init__.py", "__main__.py")

@@ -11,12 +11,16 @@ loop that is their heart. Nothing is ever overwritten.
 from __future__ import annotations
 
 import ast
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a program, it finds its neighbours like the tests do
+
+from shared.program import finish  # noqa: E402
 
 # Functions whose bodies the reader writes: docstrings and comments stay.
 TAKEN_OUT: dict[str, dict[str, tuple[str, ...]]] = {
@@ -122,19 +126,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments) != 2 or not arguments[0]:
         print("usage: make start STAGE=04 DIR=my_stage", file=sys.stderr)
         return 2
-    stage, folder = arguments[0], Path(arguments[1])
-    try:
-        said = start(ROOT, stage, folder)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, StartError) else 1
+    return finish(lambda: tell(arguments[0], Path(arguments[1])), usage_errors=StartError)
+
+
+def tell(stage: str, folder: Path) -> int:
+    """Make the folder and say what is in it; returns 0."""
+    said = start(ROOT, stage, folder)
     number = stage.strip().zfill(2)
     [target] = (ROOT / "stages").glob(f"{number}_*")
     print(f"{folder} has")
     for line in said:
         print(f"  {line}")
     print("The exercise of the chapter says what to do first. Your tests:")
-    print(f"  .venv/bin/python -m pytest stages/{target.name} --engine {folder} -x")
+    print(f"  .venv/bin/python -m pytest stages/{target.name} --engine {shlex.quote(str(folder))} -x")
     return 0
 
 

@@ -46,16 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.add_common(command)
         module.add_options(command)
     args = parser.parse_args(argv)
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    if args.name is None:
-        for name, module in modules.items():
-            console.print(f"  {name:12} {first_line(module)}", highlight=False, markup=False)
-        console.print("\nOptions: python -m shared.bench NAME --help", highlight=False)
-        return 0
-    quiet_libraries()
-    module = modules[args.name]
 
     def program() -> int:
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        if args.name is None:
+            for name, module in modules.items():
+                console.print(f"  {name:12} {first_line(module)}", highlight=False, markup=False)
+            console.print("\nOptions: python -m shared.bench NAME --help", highlight=False)
+            return 0
+        quiet_libraries()
+        module = modules[args.name]
         if hasattr(module, "main"):
             return module.main(args, console)
         return measure(module, args, console, options.clean_command(argv))

@@ -21,12 +21,20 @@ def add_options(parser: Parser) -> None:
 
 def main(args: argparse.Namespace, console: Console) -> int:
     """Print B / A. Green is better by more than the spread of both, red is worse."""
-    one, other = load(args.one), load(args.other)
+    try:
+        return show(load(args.one), load(args.other), console)
+    except (AttributeError, KeyError, TypeError) as error:
+        wrong = f"{args.one} or {args.other} is not as a benchmark writes it"
+        raise ValueError(f"{wrong}: {error!r}") from error
+
+
+def show(one: dict[str, Any], other: dict[str, Any], console: Console) -> int:
+    """Print the ratios; returns 0."""
     for line in differences(one, other):
         console.print(f"Note: {line}", markup=False, highlight=False)
     rows = matching(one, other)
     if not rows:
-        raise ValueError(f"{args.one} and {args.other} have no row in common")
+        raise ValueError("the two results have no row in common")
     for title in dict.fromkeys(row["table"] for row, _ in rows):
         mine = [(a, b) for a, b in rows if a["table"] == title]
         columns = [key for key in other["columns"] if any(ratio(a, b, key) for a, b in mine)]

@@ -212,7 +212,6 @@ def multi_turn(
     num_turns: int = 4,
     turn_tokens: tuple[int, int] = (32, 96),
     max_tokens: int = 48,
-    think_time: float = 0.0,
 ) -> Workload:
     """Conversations: each turn repeats all before it and the answers, and adds a question."""
     passages = Passages(token_ids, seed)
@@ -224,7 +223,6 @@ def multi_turn(
                     request_id=f"chat-{i}-turn-{turn}",
                     prompt_token_ids=passages.take(passages.rng.randint(*turn_tokens)),
                     max_tokens=max_tokens,
-                    arrival_time=think_time if turn else 0.0,
                     after=f"chat-{i}-turn-{turn - 1}" if turn else None,
                     continues=turn > 0,
                 )
@@ -273,7 +271,6 @@ def example(
     own_tokens: tuple[int, int] = (16, 64),
     max_tokens: int = 24,
     document_tokens: int = 1024,
-    document_max_tokens: int = 2,
 ) -> Workload:
     """The course's running example: chats with a common system prompt, then a long document.
 
@@ -295,7 +292,7 @@ def example(
     document = WorkloadRequest(
         request_id="document",
         prompt_token_ids=passages.take(document_tokens),
-        max_tokens=document_max_tokens,
+        max_tokens=2,
         after=chats[-1].request_id,
         after_tokens=max(1, max_tokens // 6),
     )

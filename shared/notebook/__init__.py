@@ -54,7 +54,14 @@ def machine(model: Any) -> str:
 
 
 def example(tokenizer: Any, document_tokens: int = 1300, max_tokens: int = 64) -> list[Arrival]:
-    """The course's running example: chats A to D, then the document, as the demo builds them."""
+    """The course's running example: chats A to D, then the document, as the demo builds them.
+
+    Raises TypeError or ValueError for what is no tokenizer or no number of tokens.
+    """
+    if not hasattr(tokenizer, "encode") or isinstance(tokenizer, str):
+        raise TypeError(f"an example needs a tokenizer, got {tokenizer!r}")
+    if type(document_tokens) is not int or document_tokens < 1:
+        raise ValueError(f"document_tokens must be a whole number from 1, got {document_tokens!r}")
     return build_arrivals(tokenizer, document_tokens, max_tokens)
 
 

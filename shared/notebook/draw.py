@@ -173,7 +173,7 @@ def _colours(names: Sequence[str]) -> dict[str, str]:
 
 
 @_styled
-def pool(tables: Mapping[str, Sequence[int]], num_blocks: int, columns: int = 16) -> Picture:
+def pool(tables: Mapping[str, Sequence[int]], num_blocks: int) -> Picture:
     """All blocks of the pool and who holds them: `B2` is logical block 2 of B, `×3` has 3 holders.
 
     Raises ValueError if a table names a block that the pool does not have.
@@ -184,7 +184,7 @@ def pool(tables: Mapping[str, Sequence[int]], num_blocks: int, columns: int = 16
             if not 0 <= block < num_blocks:
                 raise ValueError(f"{name} holds block {block}; the pool has {num_blocks} blocks")
             owners.setdefault(block, []).append((name, i))
-    colours = _colours(list(tables))
+    colours, columns = _colours(list(tables)), 16
     rows = -(-num_blocks // columns)
     cell, left = (WIDTH - 60) / columns, 36
     figure, (axis,) = _figure(26 * rows + 34)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BLOCK_SIZE = 16  # in all notebooks
 OPEN = "Put your answer in place of `...`, and run this cell again."
 
 
@@ -85,16 +86,13 @@ def _same(answer: Any, right: Any) -> bool:
 # --- 01: blocks -------------------------------------------------------------------------------
 
 
-def check_slots(
-    answer: Any, block_table: Sequence[int], tokens: Sequence[int], block_size: int = 16
-) -> Verdict:
+def check_slots(answer: Any, block_table: Sequence[int], tokens: Sequence[int]) -> Verdict:
     """In which slots do these tokens of a sequence lie?"""
 
     def slots(where: Callable[[int], int]) -> list[int]:
         return [where(t) for t in tokens]
 
-    size = block_size
-    last = len(block_table) - 1
+    size, last = BLOCK_SIZE, len(block_table) - 1
     return judge(
         answer,
         slots(lambda t: block_table[t // size] * size + t % size),
@@ -127,14 +125,12 @@ def check_slots(
     )
 
 
-def check_counters(
-    answer: Any, prompt_tokens: int, num_decodes: int, block_size: int = 16
-) -> Verdict:
+def check_counters(answer: Any, prompt_tokens: int, num_decodes: int) -> Verdict:
     """After a prefill and some decodes: tokens in the cache, generated tokens, blocks held."""
     cached, generated = prompt_tokens + num_decodes, num_decodes + 1
 
     def blocks(tokens: int) -> int:
-        return -(-tokens // block_size)
+        return -(-tokens // BLOCK_SIZE)
 
     right = (cached, generated, blocks(cached))
     mistakes: list[tuple[bool, str]] = []
@@ -149,7 +145,7 @@ def check_counters(
             ((a, b) == (generated, cached), "The first two are exchanged: cached comes first."),
             (a == num_decodes, "The prompt's keys and values are in the cache as well."),
             (
-                (a, b, c) == (cached, generated, cached // block_size),
+                (a, b, c) == (cached, generated, cached // BLOCK_SIZE),
                 "The last block is not full, and it is held all the same.",
             ),
             (
@@ -185,26 +181,26 @@ def check_victim(answer: Any, arrived: Sequence[str], asking: str) -> Verdict:
 # --- 02: attention ----------------------------------------------------------------------------
 
 
-def check_reads(answer: Any, context_len: int, block_size: int = 16) -> Verdict:
+def check_reads(answer: Any, context_len: int) -> Verdict:
     """How many table entries does a decode read, and how many slots of the last block?"""
-    entries, last = -(-context_len // block_size), (context_len - 1) % block_size + 1
+    entries, last = -(-context_len // BLOCK_SIZE), (context_len - 1) % BLOCK_SIZE + 1
     return judge(
         answer,
         (entries, last),
         "Right. What lies behind the last token is old memory, and the kernel never loads it.",
         [
-            ((context_len // block_size, last), "A last block that is not full is read as well."),
+            ((context_len // BLOCK_SIZE, last), "A last block that is not full is read as well."),
             (
-                (entries, block_size),
+                (entries, BLOCK_SIZE),
                 "Not the whole last block: behind the last token there is old memory.",
             ),
             (
                 (entries, 0),
                 "The remainder is 0, and yet the last block is read: then it is a full one.",
             ),
-            ((entries, block_size - last), "So many slots of the last block hold nothing."),
+            ((entries, BLOCK_SIZE - last), "So many slots of the last block hold nothing."),
         ],
-        f"Lay {context_len} tokens into blocks of {block_size}: how many blocks are touched, and "
+        f"Lay {context_len} tokens into blocks of {BLOCK_SIZE}: how many blocks are touched, and "
         "how many tokens are in the last of them?",
     )
 
@@ -299,17 +295,17 @@ def check_attend(function: Callable[[Tensor, Tensor, Tensor, list[int], int], An
 # --- 03: prefixes -----------------------------------------------------------------------------
 
 
-def check_found(answer: Any, num_common: int, num_tokens: int, block_size: int = 16) -> Verdict:
+def check_found(answer: Any, num_common: int, num_tokens: int) -> Verdict:
     """How many tokens of a prompt are found, of which the first `num_common` were seen before?"""
     covered = min(num_common, num_tokens - 1)
-    right = covered // block_size * block_size
+    right = covered // BLOCK_SIZE * BLOCK_SIZE
     return judge(
         answer,
         right,
         "Right. Full blocks only, and never the last token.",
         [
             (
-                num_common // block_size * block_size,
+                num_common // BLOCK_SIZE * BLOCK_SIZE,
                 "If all of it were found, nobody would compute the last token, and there would be "
                 "no logits to sample from.",
             ),
@@ -319,24 +315,24 @@ def check_found(answer: Any, num_common: int, num_tokens: int, block_size: int =
             ),
             (num_tokens - 1, "The last token is computed, and its whole block with it."),
             (
-                right + block_size,
+                right + BLOCK_SIZE,
                 "One block too many: it is not full of common tokens, or it holds the last token.",
             ),
-            (right // block_size, "Those are blocks. Tokens are asked for."),
+            (right // BLOCK_SIZE, "Those are blocks. Tokens are asked for."),
             (0, "Equal tokens from the beginning are found again, as far as they fill blocks."),
         ],
-        f"Count the full blocks of {block_size} among the first {num_common} tokens. Then see that "
+        f"Count the full blocks of {BLOCK_SIZE} among the first {num_common} tokens. Then see that "
         "at least one token is left to compute.",
     )
 
 
-def check_renamed(answer: Any, changed: int, num_tokens: int, block_size: int = 16) -> Verdict:
+def check_renamed(answer: Any, changed: int, num_tokens: int) -> Verdict:
     """Token `changed` of a prompt becomes another: which logical blocks get another name?"""
-    full = num_tokens // block_size
-    first = changed // block_size
+    full = num_tokens // BLOCK_SIZE
+    first = changed // BLOCK_SIZE
     right = list(range(first, full))
     if not is_open(answer) and isinstance(answer, (list, tuple)):
-        if sorted(answer) == list(range(first, full + 1)) and num_tokens % block_size:
+        if sorted(answer) == list(range(first, full + 1)) and num_tokens % BLOCK_SIZE:
             return Verdict(False, f"Block {full} is not full, so it has no name that could change.")
         if list(answer) == [first] and right != [first]:
             return Verdict(False, "Each name contains the name before it. What comes after it?")
@@ -356,11 +352,9 @@ def check_renamed(answer: Any, changed: int, num_tokens: int, block_size: int = 
     )
 
 
-def check_reuse(
-    answer: Any, table: Sequence[int], num_tokens: int, block_size: int = 16
-) -> Verdict:
+def check_reuse(answer: Any, table: Sequence[int], num_tokens: int) -> Verdict:
     """A sequence ends: in which order are its blocks reused? (No other block is free.)"""
-    full = num_tokens // block_size
+    full = num_tokens // BLOCK_SIZE
     tail, head = list(table[full:]), list(table[:full])
     return judge(
         answer,
@@ -407,30 +401,28 @@ def check_chunks(answer: Any, num_tokens: int, chunk_size: int, found: int = 0) 
     )
 
 
-def check_chunk_slot(
-    answer: Any, start_pos: int, index_in_chunk: int, block_size: int = 16
-) -> Verdict:
+def check_chunk_slot(answer: Any, start_pos: int, index_in_chunk: int) -> Verdict:
     """In which logical block and at which offset does this token of a chunk lie?"""
     t = start_pos + index_in_chunk
     return judge(
         answer,
-        divmod(t, block_size),
+        divmod(t, BLOCK_SIZE),
         "Right. The index in the whole sequence, as in stage 01.",
         [
             (
-                divmod(index_in_chunk, block_size),
+                divmod(index_in_chunk, BLOCK_SIZE),
                 "You counted from the beginning of the chunk. That slot belongs to the beginning "
                 "of the prompt, and it would be overwritten.",
             ),
             (
                 (
-                    -(-start_pos // block_size) + index_in_chunk // block_size,
-                    index_in_chunk % block_size,
+                    -(-start_pos // BLOCK_SIZE) + index_in_chunk // BLOCK_SIZE,
+                    index_in_chunk % BLOCK_SIZE,
                 ),
                 "A chunk does not begin a new block: it goes on where the one before it ended.",
             ),
-            (divmod(t + 1, block_size), "One too far. Tokens count from 0."),
-            (divmod(t, block_size)[::-1], "Exchanged: the block comes first, then the offset."),
+            (divmod(t + 1, BLOCK_SIZE), "One too far. Tokens count from 0."),
+            (divmod(t, BLOCK_SIZE)[::-1], "Exchanged: the block comes first, then the offset."),
         ],
         "First the index in the whole sequence: `start_pos` plus the index in the chunk. Then "
         "`divmod` by the block size.",
