@@ -40,30 +40,15 @@ test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARG
 fast-test: $(STAMP)test ## the tests that need neither much time nor the model's weights
 	@$(PY) -m pytest -m "not slow and not model" $(ARGS)
 
-ifneq ($(wildcard shared/bench*),)
 bench: $(STAMP)base ## ladder, stall and their pictures in small, measured on this machine (ARGS="stall")
 	@$(PY) -m shared.bench $(or $(ARGS),quick)
-else
-bench:
-	@echo "There is no benchmark yet (shared/bench)."
-endif
 
-ifneq ($(wildcard notebooks/*.ipynb),)
 notebooks: $(STAMP)notebooks ## run all notebooks; the executed copies go to build/notebooks
 	@$(PY) -m nbconvert --to notebook --execute --ExecutePreprocessor.record_timing=False \
 		--output-dir build/notebooks notebooks/*.ipynb
-else
-notebooks:
-	@echo "There are no notebooks yet (notebooks/*.ipynb)."
-endif
 
-ifneq ($(wildcard mkdocs.yml),)
 site: $(STAMP)docs ## the site, built into site/; any warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
-else
-site:
-	@echo "There is no site yet (mkdocs.yml)."
-endif
 
 # --- for those who change something ---------------------------------------------------------
 

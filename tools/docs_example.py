@@ -171,6 +171,11 @@ def run(stage: int, **options: Any) -> list[Step]:
     return keeper.steps
 
 
+def before_document(stage: int) -> Step:
+    """The last step before the document arrives."""
+    return run(stage)[ARRIVALS[DOCUMENT] - 1]
+
+
 # --- numbers for the text ---------------------------------------------------------------------
 
 
@@ -203,7 +208,7 @@ def chunks(steps: list[Step], name: str) -> list[tuple[int, int, int]]:
 def facts() -> dict[str, Any]:
     """Numbers of the running example, by the name under which the pages use them."""
     one, three, four = run(1), run(3), run(4)
-    before = one[ARRIVALS[DOCUMENT] - 1]
+    before = before_document(1)
     held = sum(before.cached.values())
     slots = BLOCK_SIZE * before.num_held
     doc_chunks = chunks(four, DOCUMENT)

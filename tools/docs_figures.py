@@ -69,6 +69,10 @@ def _legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]]) 
         x += 30 + 6.6 * len(words)
 
 
+def _label(name: str, words: Words) -> str:
+    return words["document"] if name == example.DOCUMENT else f"{words['chat']} {name}"
+
+
 # --- chapter 0 --------------------------------------------------------------------------------
 
 
@@ -86,8 +90,7 @@ def stall(words: Words) -> Drawing:
         canvas.text(0, top, title, "strong")
         for row, name in enumerate(NAMES):
             y = top + 24 + row * 21
-            label = words["document"] if name == example.DOCUMENT else f"{words['chat']} {name}"
-            canvas.text(0, y + 4, label, "small muted")
+            canvas.text(0, y + 4, _label(name, words), "small muted")
             canvas.line(left, y, right, y, "free", 2)
         x = float(left)
         bottom = top + 24 + len(NAMES) * 21
@@ -168,7 +171,7 @@ def _pool(canvas: Canvas, top: float, tables: Mapping[str, list[int]], num_block
 
 def pool_before(words: Words) -> Drawing:
     """Stage 01's pool when the document arrives."""
-    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] - 1]
+    step = example.before_document(1)
     canvas = Canvas(648, 256)
     _legend(
         canvas,
@@ -182,7 +185,7 @@ def pool_before(words: Words) -> Drawing:
 
 def table_to_pool(words: Words) -> Drawing:
     """Chat A: logical blocks, its table, and where they lie."""
-    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] - 1]
+    step = example.before_document(1)
     table, cached = step.tables["A"], step.cached["A"]
     canvas = Canvas(680, 214)
     canvas.text(4, 18, words["logical"], "small muted")
@@ -213,7 +216,7 @@ def table_to_pool(words: Words) -> Drawing:
 
 def slots(words: Words) -> Drawing:
     """Token indices of chat A around the end of a block, with the slots that they are stored in."""
-    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] - 1]
+    step = example.before_document(1)
     table, size = step.tables["A"], example.BLOCK_SIZE
     first, count = 44, 11
     found = example.rooms(1).block_manager.slot_mapping(table, first, count, size)
@@ -289,8 +292,7 @@ def _step_grid(stage: int, first: int, last: int, words: Words) -> Canvas:
             "middle",
         )
     for row, name in enumerate(NAMES):
-        label = words["document"] if name == example.DOCUMENT else f"{words['chat']} {name}"
-        canvas.text(4, 45 + row * 26, label, "small")
+        canvas.text(4, 45 + row * 26, _label(name, words), "small")
     canvas.text(4, 45 + 26 * len(NAMES), words["total"], "small muted")
     return canvas
 
@@ -305,7 +307,7 @@ def steps_1(words: Words) -> Drawing:
 
 def gather(words: Words) -> Drawing:
     """Stage 01 copies blocks together; stage 02 reads them where they are."""
-    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] - 1]
+    step = example.before_document(1)
     table = step.tables["C"]
     shown = 20
     canvas = Canvas(680, 226)
@@ -416,7 +418,7 @@ def chain(words: Words) -> Drawing:
 
 def refs(words: Words) -> Drawing:
     """Stage 03's pool when the document arrives: shared blocks once."""
-    step = example.run(3)[example.ARRIVALS[example.DOCUMENT] - 1]
+    step = example.before_document(3)
     canvas = Canvas(648, 94)
     entries = [*((n, f"{words['chat']} {n}") for n in example.CHATS), ("shared", words["shared"])]
     _legend(canvas, 4, 16, [*entries, ("free", words["free"])])

@@ -354,6 +354,13 @@ def paint_pool(figure: Figure, theme: Theme, content: Content) -> None:
 # --- sweeps -----------------------------------------------------------------------------------
 
 
+def plot_values(axes: Any, x: Sequence[float], values: Sequence[Content], **look: Any) -> None:
+    """A line through the medians, and at each `x` one from the worst to the best round."""
+    axes.plot(x, [value["median"] for value in values], ms=5, **look)
+    low, high = ([value[part] for value in values] for part in ("min", "max"))
+    axes.vlines(x, low, high, color=look["color"])
+
+
 def paint_chunks(figure: Figure, theme: Theme, content: Content) -> None:
     """What a chunk size costs the streams and what it costs the long prompt itself."""
     rows = sorted(rows_of(content, "chunk size"), key=lambda row: row["params"]["chunk"])
@@ -364,11 +371,8 @@ def paint_chunks(figure: Figure, theme: Theme, content: Content) -> None:
         "long_ttft": (theme["doc"], "--", "s", "TTFT of the long prompt"),
     }
     for key, (color, style, marker, label) in lines.items():
-        low, middle, high = (
-            [row["values"][key][part] for row in rows] for part in ("min", "median", "max")
-        )
-        axes.plot(x, middle, style, marker=marker, ms=5, color=color, label=label)
-        axes.vlines(x, low, high, color=color)
+        values = [row["values"][key] for row in rows]
+        plot_values(axes, x, values, linestyle=style, marker=marker, color=color, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [plain(size) for size in x])
     axes.set_xticks([], minor=True)
@@ -391,12 +395,8 @@ def paint_goodput(
         rates = [row["params"]["rate"] for row in mine]
         for axes, key in ((left, "in_time"), (right, "goodput")) if mine else ():
             values = [row["values"][key] for row in mine]
-            color = theme[hue]
-            low, middle, high = (
-                [value[part] for value in values] for part in ("min", "median", "max")
-            )
-            axes.plot(rates, middle, style, marker=marker, ms=4.5, color=color, label=name)
-            axes.vlines(rates, low, high, color=color)
+            look = {"linestyle": style, "marker": marker, "color": theme[hue], "label": name}
+            plot_values(axes, rates, values, **look)
     left.axhline(99, color=theme["muted"], lw=1, ls=":", label="99 %")
     left.set_ylim(0, 104)
     right.set_ylim(0)

@@ -141,7 +141,7 @@ def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Figure, list[
     return figure, list(axes)
 
 
-def _plain(axis: Any, width: float, height: float) -> None:
+def _bare(axis: Any, width: float, height: float) -> None:
     """An axis without ticks on which one unit is one pixel, from the top."""
     axis.set_xlim(0, width)
     axis.set_ylim(height, 0)
@@ -188,7 +188,7 @@ def pool(tables: Mapping[str, Sequence[int]], num_blocks: int) -> Picture:
     rows = -(-num_blocks // columns)
     cell, left = (WIDTH - 60) / columns, 36
     figure, (axis,) = _figure(26 * rows + 34)
-    _plain(axis, left + columns * cell, 26 * rows)
+    _bare(axis, left + columns * cell, 26 * rows)
     for block in range(num_blocks):
         row, column = divmod(block, columns)
         holders = owners.get(block, [])
@@ -221,7 +221,7 @@ def block_table(name: str, table: Sequence[int], num_tokens: int, block_size: in
     cell = (WIDTH - 24) / columns
     wide = (WIDTH - 24) / len(table)
     figure, (axis,) = _figure(176)
-    _plain(axis, WIDTH - 24, 140)
+    _bare(axis, WIDTH - 24, 140)
     for i, block in enumerate(table):
         used = min(block_size, num_tokens - i * block_size)
         filled = (wide - 3) * used / block_size
@@ -252,7 +252,7 @@ def chains(prompts: Mapping[str, Sequence[bytes]], block_size: int = 16) -> Pict
     left = 20 + 7 * max(map(len, prompts))
     wide = min(110.0, (WIDTH - 24 - left) / columns)
     figure, (axis,) = _figure(40 * len(prompts) + 46)
-    _plain(axis, WIDTH - 24, 40 * len(prompts) + 16)
+    _bare(axis, WIDTH - 24, 40 * len(prompts) + 16)
     colours = _colours(list(prompts))
     for row, (name, hashes) in enumerate(prompts.items()):
         y = 18 + 40 * row
@@ -284,7 +284,7 @@ def chunks(num_tokens: int, chunk_size: int, block_size: int = 16, start_pos: in
     rows = -(-num_tokens // block_size)
     cell, left = (WIDTH - 120) / block_size, 90
     figure, (axis,) = _figure(24 * rows + 36)
-    _plain(axis, left + block_size * cell, 24 * rows)
+    _bare(axis, left + block_size * cell, 24 * rows)
     for t in range(rows * block_size):
         i, offset = divmod(t, block_size)
         number = (t - start_pos) // chunk_size
@@ -321,7 +321,7 @@ def steps(trace: Trace, positions: Iterable[int]) -> Picture:
     left, gap = 46, 14
     cell = min(40.0, (WIDTH - 24 - left - gap * gaps) / len(chosen))
     figure, (axis,) = _figure(26 * (len(names) + 2) + 32)
-    _plain(axis, WIDTH - 24, 26 * (len(names) + 2))
+    _bare(axis, WIDTH - 24, 26 * (len(names) + 2))
     side = {"ha": "right", "va": "center"}
     for row, name in enumerate(names):
         axis.text(left - 8, 26 * row + 12, "doc" if name == DOCUMENT else name, **side)
