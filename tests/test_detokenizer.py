@@ -167,10 +167,11 @@ def test_d1_a_character_after_bytes_that_are_none(num_bad):
     assert "".join(pieces) == data.decode(errors="replace")
 
 
-def test_d1_many_special_tokens_inside_a_character():
+@pytest.mark.parametrize("before", ["", "a text that is shown already"])
+def test_d1_many_special_tokens_inside_a_character(before):
     special = [byte_level().token_to_id(EOS)] * 30
-    first, *rest = byte_ids("你".encode())
-    assert "".join(stream(byte_level(), [first, *special, *rest])) == "你"
+    *known, last, end = byte_ids(f"{before}é".encode())
+    assert "".join(stream(byte_level(), [*known, last, *special, end])) == f"{before}é"
 
 
 def test_d1_an_incomplete_character_at_the_end():

@@ -467,6 +467,26 @@ def test_a_half_done_prompt_takes_blocks_from_a_younger_stream(stage: ModuleType
     expect((young.status.value, young.block_table), ("waiting", []), "'young' afterwards.")
 
 
+def test_a_half_done_prompt_takes_blocks_from_two_streams(stage: ModuleType) -> None:
+    """Both have their slices in the batch already; neither may stay there without its blocks."""
+    scheduler = make_scheduler(
+        stage, num_blocks=4, block_size=4, max_prefill_chunk_size=8, max_num_batched_tokens=16
+    )
+    for name, length in (("old", 16), ("young", 3), ("youngest", 3)):
+        scheduler.add(new_sequence(stage, name, list(range(length))))
+    advance(scheduler)
+    batch = scheduler.schedule()
+    expect(
+        (
+            [s.request_id for s in batch.preempted],
+            {s.sequence.request_id: (s.start_pos, s.num_tokens) for s in batch.slices},
+        ),
+        (["youngest", "young"], {"old": (8, 8)}),
+        "who is preempted, and the slices. The pool has 4 blocks; 'old' holds two and needs two "
+        "more for its second chunk of 8, and each of the others decodes and holds one.",
+    )
+
+
 def test_nobody_is_admitted_while_blocks_are_taken_back(stage: ModuleType) -> None:
     """The one that gave its blocks is first in line: it would take them right back."""
     scheduler = make_scheduler(
