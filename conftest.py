@@ -17,12 +17,27 @@ pytest.register_assert_rewrite("tests.contract", "tests.kernels", "tests.referen
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--engine",
-        metavar="DIR",
-        help="test the stage in this folder (your own copy) instead of the repository's",
-    )
+    try:
+        parser.addoption(
+            "--engine",
+            metavar="DIR",
+            help="test the stage in this folder (your own copy) instead of the repository's",
+        )
+    except ValueError:  # DIR lies in another checkout, whose conftest.py pytest loads as well
+        return
     parser.addoption("--long", action="store_true", help="run the random tests ten times as long")
+    parser.addoption(
+        "--list-refusals", action="store_true", help="print bad inputs and their answers"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With --list-refusals: what the tests of bad input printed, input by input."""
+    if terminalreporter.config.getoption("--list-refusals"):
+        for report in terminalreporter.getreports("passed"):
+            lines = dict.fromkeys(report.capstdout.splitlines())
+            if "test_bad_input" in report.nodeid and len(lines) > 1:
+                terminalreporter.write_line("\n".join(lines))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,4 +1,7 @@
-"""Whatever is wrong is refused at the door, in one clear line, and leaves nothing half-done."""
+"""Whatever is wrong is refused at the door, in one clear line, and leaves nothing half-done.
+
+`pytest tests/test_bad_input.py --list-refusals` lists each bad input with what it was answered.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,15 @@ from shared.bench import __main__ as bench_program
 from shared.bench import results, soak
 from shared.cli import main as stage_program
 from shared.models import load_model
+from shared.notebook import example
+from shared.program import finish
+from shared.prompts import chat_prompt
 from shared.tiny import build_tiny_model, tiny_tokenizer
 from shared.trace import StepRecord, Trace
+from tools import propagate as propagate_program
 from tools import start as start_program
 
+ROOT = Path(__file__).resolve().parents[1]
 STAGES = [load_stage(number) for number in (1, 2, 3, 4)]
 LAST = STAGES[-1]
 HUGE = 10**400  # an int that no float can hold
@@ -38,14 +46,29 @@ P = SamplingParams(max_tokens=2)
 
 
 def short(value: Any) -> str:
-    return str(value)[:60]
+    text = value.__name__ if hasattr(value, "__name__") else ascii(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def refused(call: Callable[[], Any], says: str) -> None:
-    """Assert that it raises one of the two errors that mean "called wrongly", in one line."""
-    with pytest.raises((TypeError, ValueError)) as error:
+@pytest.fixture(autouse=True)
+def listed(request: pytest.FixtureRequest) -> None:
+    """Begin this test's entry for --list-refusals; `refused` goes on."""
+    title = request.function.__name__.removeprefix("test_").replace("_", " ")
+    given = request.node.callspec.params.items() if hasattr(request.node, "callspec") else ()
+    words = [f"{name}={short(value)}" for name, value in given if name not in ("code", "says")]
+    print(": ".join(filter(None, [title, ", ".join(words)])))
+
+
+def refused(
+    call: Callable[[], Any],
+    says: str,
+    kinds: tuple[type[Exception], ...] = (TypeError, ValueError),  # that mean "called wrongly"
+) -> None:
+    """Assert that it raises one of these errors, in one line."""
+    with pytest.raises(kinds) as error:
         call()
     message = str(error.value)
+    print("    " + message.replace("\0", "\\0"))
     assert says in message and "\n" not in message, message
 
 
@@ -86,8 +109,8 @@ def test_numbers_that_are_no_measures(tiny: Any, name: str, value: Any) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("options", [{"num_blocks": 2**31 - 1}, {"block_size": 2**31 - 1}])
 def test_a_pool_larger_than_the_machine(tiny: Any, stage: ModuleType, options: Any) -> None:
-    with pytest.raises(ValueError, match=r"take \d+ bytes; cpu has \d+"):
-        stage.LLMEngine(tiny, **{"num_blocks": 10**6, "block_size": 10**6, **options})
+    options = {"num_blocks": 10**6, "block_size": 10**6, **options}
+    refused(lambda: stage.LLMEngine(tiny, **options), " bytes; cpu has ")
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -192,7 +215,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cut(name: str, size: int) -> Callable[[Path], Any]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+    def cut(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+    cut.__name__ = f"{name}[:{size}]"
+    return cut
+
+
+def remove(name: str) -> Callable[[Path], Any]:
+    def remove(folder: Path) -> None:
+        (folder / name).unlink()
+
+    remove.__name__ = f"no {name}"
+    return remove
 
 
 def configure(**changes: Any) -> Callable[[Path], Any]:
@@ -200,6 +235,7 @@ def configure(**changes: Any) -> Callable[[Path], Any]:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
+    change.__name__ = str(changes)
     return change
 
 
@@ -211,8 +247,8 @@ def configure(**changes: Any) -> Callable[[Path], Any]:
         (cut("model.safetensors", -1), "header"),
         (cut("config.json", 40), "config"),
         (cut("tokenizer.json", 40), "line "),
-        (lambda folder: (folder / "config.json").unlink(), "no config.json in this folder"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (remove("config.json"), "no config.json in this folder"),
+        (remove("model.safetensors"), "model.safetensors"),
         (configure(hidden_size=128), "mismatched"),
         (configure(num_attention_heads=0), "zero"),
         # transformers would fill them with random numbers.
@@ -266,9 +302,23 @@ def test_the_hub_is_asked_once(
     assert "nobody/nothing" in url and timeout <= 10
 
 
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the default model would be kept, which is a single word here."""
+    source = tmp_path / smollm2.GGUF_NAME
+    source.write_bytes(b"")
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: source)
+    monkeypatch.setattr(smollm2, "_sha256", lambda path: smollm2.GGUF_SHA256)
+    monkeypatch.setattr(
+        smollm2, "convert", lambda source, target: (target / "model").write_text("new")
+    )
+    monkeypatch.setenv("MINI_VLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.mark.parametrize("kind", ["OSError", "SafetensorError"])
 def test_a_disk_that_is_full_while_a_model_is_converted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+    monkeypatch: pytest.MonkeyPatch, cache: Path, kind: str
 ) -> None:
     from safetensors import SafetensorError
 
@@ -278,15 +328,27 @@ def test_a_disk_that_is_full_while_a_model_is_converted(
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    source = tmp_path / smollm2.GGUF_NAME
-    source.write_bytes(b"")
-    monkeypatch.setattr(smollm2, "find_gguf", lambda: source)
-    monkeypatch.setattr(smollm2, "_sha256", lambda path: smollm2.GGUF_SHA256)
     monkeypatch.setattr(smollm2, "convert", fill)
-    monkeypatch.setenv("MINI_VLLM_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(RuntimeError, match="No space left on device.*; set MINI_VLLM_CACHE"):
-        load_model("smollm2", "cpu")
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+    refused(smollm2.smollm2_folder, "No space left on device", (RuntimeError,))
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "/dev/null/x", "/proc/x", "/" + "x" * 300])
+def test_a_cache_where_no_folder_can_be(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, place: str
+) -> None:
+    monkeypatch.setenv("MINI_VLLM_CACHE", place)
+    refused(smollm2.smollm2_folder, "; set MINI_VLLM_CACHE to a folder", (RuntimeError,))
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "5", '{"model": null}', '{"other": 3}'])
+def test_what_a_killed_conversion_left_is_made_anew(cache: Path, manifest: str) -> None:
+    folder = smollm2.smollm2_folder()
+    (folder / "model").write_text("half")
+    (folder / smollm2.MANIFEST).write_text(manifest)
+    (cache / f"{folder.name}.tmp-killed").mkdir()
+    assert smollm2.smollm2_folder() == folder and (folder / "model").read_text() == "new"
+    assert sorted(path.name for path in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -305,8 +367,7 @@ def test_a_disk_that_is_full_keeps_the_file_that_was_there(
     trace.add(StepRecord(0, 0.0, 1.0, [("a", 0, 1)]))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        with pytest.raises(OSError, match="No space left"):
-            trace.save(path)
+        refused(lambda: trace.save(path), "No space left", (OSError,))
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     trace.save(path)
     assert path.read_bytes() != before and list(tmp_path.iterdir()) == [path]
@@ -314,8 +375,7 @@ def test_a_disk_that_is_full_keeps_the_file_that_was_there(
 
 def test_where_no_file_can_be(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "where"):
-        with pytest.raises(OSError, match=path.name):
-            Trace().save(path)
+        refused(lambda path=path: Trace().save(path), path.name, (OSError,))
     files.save(os.devnull, "a device stays a device")
     assert not Path(os.devnull).is_file()
 
@@ -336,6 +396,9 @@ LOADERS = {
         (b'{"format": "mini-v', "cannot read"),
         (b"[]", "is not a mini-vllm-"),
         (b'{"format": "NAME", "version": 99}', "has version 99, expected 1"),
+        (b'{"format": "NAME", "version": "1"}', "has version '1', expected 1"),
+        (b'{"format": "NAME", "version": 1, "steps": [NaN]}', "NaN is not a number"),
+        (b"[" * 100_000, "cannot read"),
     ],
 )
 def test_files_that_are_something_else(
@@ -347,11 +410,32 @@ def test_files_that_are_something_else(
     refused(lambda: LOADERS[name](tmp_path / "nowhere"), "cannot read")
 
 
-@pytest.mark.parametrize("steps", [None, 5, [5], [{"x": 1}], [{"slices": [], "nonsense": 1}]])
-def test_a_trace_whose_steps_are_none(tmp_path: Path, steps: Any) -> None:
-    content = {"format": "mini-vllm-trace", "version": 1, "steps": steps}
+@pytest.mark.parametrize(
+    "steps",
+    [
+        *(None, 5, [5], [{"x": 1}], [{"slices": [], "nonsense": 1}]),
+        *([{"slices": [["a", 1]]}], [{"slices": [["a", 0, "x"]]}]),
+    ],
+)
+@pytest.mark.parametrize("name", ["mini-vllm-trace", "mini-vllm-replay"])
+def test_a_trace_whose_steps_are_none(tmp_path: Path, name: str, steps: Any) -> None:
+    content = {"format": name, "version": 1, "steps": steps}
     (tmp_path / "trace.json").write_text(json.dumps(content))
-    refused(lambda: Trace.load(tmp_path / "trace.json"), "has a step that is none")
+    refused(lambda: LOADERS[name](tmp_path / "trace.json"), "has a step that is none")
+
+
+@pytest.mark.parametrize("change", [{"rows": 5}, {"rows": [{}]}, {"machine": None}, {"columns": 5}])
+def test_a_result_that_lacks_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture, change: dict[str, Any]
+) -> None:
+    content = json.loads((ROOT / "docs" / "assets" / "bench" / "stall.json").read_text()) | change
+    content.pop("machine" if content["machine"] is None else "date")
+    path = tmp_path / "stall.json"
+    path.write_text(json.dumps(content))
+    assert bench_program.main(["compare", str(path), str(path)]) == 2
+    said = capsys.readouterr().err
+    print(f"    {said.strip()}")
+    assert said.count("\n") == 1 and "is not as a benchmark writes it" in said
 
 
 @pytest.mark.parametrize("most", ["5", 0, -1, 1.5, True, math.nan, []])
@@ -361,6 +445,26 @@ def test_a_trace_of_no_steps(most: Any) -> None:
 
 def test_a_step_that_has_no_time() -> None:
     refused(lambda: Trace().add(StepRecord(0, math.nan, math.nan, [])), "nan")
+
+
+# --- notebooks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("messages", [None, 5, {}, [5], [{}], [{"role": "user"}]])
+def test_what_is_no_conversation(tiny: Any, messages: Any) -> None:
+    refused(lambda: chat_prompt(tiny.tokenizer, messages), "messages are text or a list")
+
+
+@pytest.mark.parametrize("tokenizer", [None, 5, "tiny", []])
+def test_an_example_without_a_tokenizer(tokenizer: Any) -> None:
+    refused(lambda: example(tokenizer), f"needs a tokenizer, got {tokenizer!r}")
+
+
+@pytest.mark.parametrize("number", [None, 0, -5, 2.5, True, "9", math.nan])
+def test_an_example_of_no_length(tiny: Any, number: Any) -> None:
+    refused(lambda: example(tiny.tokenizer, document_tokens=number), "document_tokens must be")
+    if number is not None:
+        refused(lambda: example(tiny.tokenizer, max_tokens=number), "max_tokens must be")
 
 
 # --- programs ---------------------------------------------------------------------------------
@@ -376,6 +480,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo_program.main,
     "trace": trace_program.main,
     "start": start_program.main,
+    "propagate": propagate_program.main,
 }
 
 
@@ -421,6 +526,9 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
         ("start 04 OUT", 2, "is there already"),
         ("start 04 /dev/null/x", 1, "Not a directory"),
         ("start 04 OUT/" + "x" * 300, 1, "File name too long"),
+        ("propagate", 2, "there is no stage ''; there are 01, 02, 03, 04"),
+        ("propagate ²", 2, "there is no stage '²'"),
+        ("propagate 01 02", 2, "there is no stage '01 02'"),
     ],
 )
 def test_a_program_called_wrongly(
@@ -444,6 +552,7 @@ def test_a_program_called_wrongly(
     assert got == code, said
     assert "Traceback" not in said
     lines = [one for one in said.splitlines() if "error: " in one or one.startswith("usage: make")]
+    print(f"    exit {code}: {''.join(lines)}")
     assert len(lines) == (1 if says else 0) and says in "".join(lines), said
     assert list(out.iterdir()) == []
 
@@ -473,6 +582,29 @@ def test_ctrl_c_ends_every_program_alike(
     name, *argv = line.split()
     assert PROGRAMS[name](argv) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def test_streams_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a terminal without columns, on which nothing would be seen."""
+    monkeypatch.setenv("COLUMNS", "0")
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert finish(lambda: len(sys.stdin.read()) + sys.stdout.isatty()) == 0
+    assert "COLUMNS" not in os.environ
+
+
+def test_a_machine_without_git(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert propagate_program.main(["01"]) == 1
+    assert "No such file or directory: 'git'" in capsys.readouterr().err
+
+
+def test_an_engine_in_another_checkout(request: pytest.FixtureRequest) -> None:
+    """Then pytest loads the conftest.py of that one, too, with the same options."""
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    conftest.pytest_addoption(request.config._parser)
 
 
 def test_ctrl_c_while_a_folder_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -531,7 +663,7 @@ def test_without_numba_and_triton() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=ROOT,
         capture_output=True,
         text=True,
     )

@@ -136,12 +136,12 @@ def propagate(root: Path, number: str) -> list[Outcome]:
 
 def main(arguments: list[str]) -> int:
     """The program. Returns the exit code, see above."""
-    root = Path(__file__).resolve().parent.parent
-    try:
-        found = propagate(root, arguments[0] if arguments else "")
-    except ValueError as error:
-        print(error)
-        return 2
+    return finish(lambda: tell(" ".join(arguments)), usage_errors=ValueError)
+
+
+def tell(number: str) -> int:
+    """Carry, and say what became of each file; returns 1 if one is in conflict."""
+    found = propagate(ROOT, number)
     for outcome in found:
         note = f"  ({outcome.note})" if outcome.note else ""
         print(f"{outcome.what:9} {outcome.path}{note}")

@@ -49,6 +49,9 @@ def fill(text: str) -> str:
 
 def main() -> int:
     """Rewrite or compare; returns 1 if `--check` finds a difference."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    args = parser.parse_args()
     path = ROOT / "README.md"
     before = path.read_text(encoding="utf-8")
     after = fill(before)

@@ -138,7 +138,9 @@ def tell(stage: str, folder: Path) -> int:
     for line in said:
         print(f"  {line}")
     print("The exercise of the chapter says what to do first. Your tests:")
-    print(f"  .venv/bin/python -m pytest stages/{target.name} --engine {shlex.quote(str(folder))} -x")
+    print(
+        f"  .venv/bin/python -m pytest stages/{target.name} --engine {shlex.quote(str(folder))} -x"
+    )
     return 0
 
 
