@@ -9,7 +9,7 @@ import re
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -407,6 +407,7 @@ pieces_with_permission = st.lists(st.tuples(st.text("abc", max_size=4), st.boole
 
 @generous
 @given(st.lists(words, min_size=1, max_size=3), pieces_with_permission)
+@example(["a", "ab"], [("a", False), ("c", True)])  # "a" passed, and was withheld for "ab"
 def test_a_stop_counts_only_where_it_may_end(stops, pieces):
     """`min_tokens`: a stop string that is complete too early passes, a later one counts."""
     matcher, text, ends = StopMatcher(stops), "", set()

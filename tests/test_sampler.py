@@ -107,17 +107,11 @@ def test_m1_a_small_temperature_is_finite(temperature):
     }
 
 
-def test_m3_top_k_1_is_greedy():
-    logits = make_logits(4)
-    tokens = Sampler().sample(logits, [make_request(top_k=1, temperature=5.0)] * 4)
-    assert [token.token_id for token in tokens] == logits.argmax(-1).tolist()
-
-
 # ------------------------------------------------------------------------------------------ filters
 
 
 @pytest.mark.parametrize(
-    "top_k, num_left", [(0, 50), (-1, 50), (2, 2), (7, 7), (50, 50), (999, 50)]
+    "top_k, num_left", [(0, 50), (-1, 50), (1, 1), (2, 2), (7, 7), (50, 50), (999, 50)]
 )
 def test_m3_top_k(top_k, num_left):
     logits = make_logits(1)[0] / 10
@@ -291,6 +285,12 @@ def test_requests_without_a_seed_differ():
     assert len({token.token_id for token in tokens}) > 20
     other = Sampler().sample(torch.zeros(64, VOCAB_SIZE), [make_request() for _ in range(64)])
     assert tokens != other
+
+
+def test_steps_without_a_seed_differ():
+    """The generator that requests share goes on; it does not begin anew with each step."""
+    sampler, logits, requests = Sampler(seed=0), torch.zeros(20, VOCAB_SIZE), [make_request()] * 20
+    assert sampler.sample(logits, requests) != sampler.sample(logits, requests)
 
 
 def test_the_global_generator_is_left_alone():
