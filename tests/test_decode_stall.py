@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from shared import SamplingParams, load_stage
+from shared import load_stage
 from shared.trace import StepRecord
+from tests.contract.helpers import greedy
 
 CHATS = [f"chat {i}" for i in range(1, 5)]
 DOCUMENT = [100 + i for i in range(100)]
@@ -37,10 +38,6 @@ def make_engine(tiny: Any) -> Callable[..., Any]:
     return make
 
 
-def params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
 def run_traffic(engine: Any, warm: int = 0, chat_tokens: int = 40) -> dict[str, Any]:
     """Four chats, then the document; the last output of each request by its id.
 
@@ -49,14 +46,14 @@ def run_traffic(engine: Any, warm: int = 0, chat_tokens: int = 40) -> dict[str, 
         chat_tokens: how long the chats are.
     """
     if warm:
-        engine.generate([*DOCUMENT[:warm], 9], params(1), use_tqdm=False)
+        engine.generate([*DOCUMENT[:warm], 9], greedy(1), use_tqdm=False)
     first_step = len(engine.trace.steps)
     outputs: dict[str, Any] = {}
     for i, chat in enumerate(CHATS):
-        engine.add_request([20 + i] * 6, params(chat_tokens), request_id=chat)
+        engine.add_request([20 + i] * 6, greedy(chat_tokens), request_id=chat)
     while len(outputs) < len(CHATS) or any(len(o.token_ids) < 5 for o in outputs.values()):
         outputs |= {output.request_id: output for output in engine.step()}
-    engine.add_request(DOCUMENT, params(3), request_id="document")
+    engine.add_request(DOCUMENT, greedy(3), request_id="document")
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
     del engine.trace.steps[:first_step]
@@ -176,9 +173,8 @@ def test_a_time_target_only_makes_chunks_shorter(
 def test_a_target_does_not_lift_the_budget(make_engine: Callable[..., Any]) -> None:
     """One prompt's chunk is the whole budget: the next prompt gets nothing, not even a token."""
     engine = make_engine(4, max_num_batched_tokens=2, target_step_ms=10_000.0)
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     for request_id in ("first", "waits"):
-        engine.add_request(list(range(2, 11)), params, request_id)
+        engine.add_request(list(range(2, 11)), greedy(2), request_id)
     while engine.has_unfinished_requests():
         engine.step()
     assert any(step.num_waiting and step.num_tokens == 2 for step in engine.trace.steps[1:])

@@ -188,14 +188,10 @@ class TestFromPretrained:
         with pytest.raises(ValueError, match="cannot load model"):
             load_model(str(folder), "cpu")
 
-    @pytest.mark.parametrize("name", ["./nowhere", "~/no/where", "/no/where", "/no/where.gguf"])
+    @pytest.mark.parametrize("name", ["./where", "~/no/where", "/no/where.gguf", "where.gguf"])
     def test_a_path_that_is_not_there(self, name):
-        with pytest.raises(ValueError, match="no such file"):
+        with pytest.raises(ValueError, match=f"no such file.*: .*{name.removeprefix('~')}"):
             load_model(name, "cpu")
-
-    def test_a_gguf_file_that_is_not_there(self):
-        with pytest.raises(ValueError, match="no such file: where.gguf"):
-            load_model("where.gguf", "cpu")
 
     def test_an_unknown_name_says_what_is_known(self, monkeypatch):
         def unreachable(*args, **kwargs):

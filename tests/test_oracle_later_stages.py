@@ -14,39 +14,28 @@ from tests.contract.memory import run_schedules
 NUM_SCHEDULES = 300
 SALTS = {"cache_salt": ["", "", "a"]}
 CHUNKS = {"max_prefill_chunk_size": [1, 2, 3, 5]}
+CACHING, CHUNKING = load_stage(3), load_stage(4)
 
 
 def module(stage: ModuleType, name: str) -> Any:
     return import_module(f"{stage.__name__}.{name}")
 
 
-@pytest.fixture
-def caching() -> ModuleType:
-    return load_stage(3)
-
-
-@pytest.fixture
-def chunking() -> ModuleType:
-    return load_stage(4)
-
-
 def must_fail(
-    stage: ModuleType, options: dict[str, list[Any]], match: str, length: int = 70
+    stage: ModuleType, match: str, options: Any, request_options: Any = SALTS, length: int = 70
 ) -> None:
     with pytest.raises(AssertionError, match=match):
-        run_schedules(stage, NUM_SCHEDULES, options, SALTS if length == 70 else {}, length)
+        run_schedules(stage, NUM_SCHEDULES, options, request_options, length, reduce=False)
 
 
-def test_right_engines_pass(caching: ModuleType, chunking: ModuleType) -> None:
-    assert run_schedules(caching, 20, {}, SALTS)["length"] > 20
-    assert run_schedules(chunking, 20, CHUNKS, SALTS)["length"] > 20
+def test_right_engines_pass() -> None:
+    assert run_schedules(CACHING, 20, {}, SALTS)["length"] > 20
+    assert run_schedules(CHUNKING, 20, CHUNKS, SALTS)["length"] > 20
 
 
-def test_publishing_before_the_forward(
-    caching: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publishing_before_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that fails has then published blocks that nobody wrote."""
-    scheduler = module(caching, "scheduler").Scheduler
+    scheduler = module(CACHING, "scheduler").Scheduler
     schedule = scheduler.schedule
 
     def too_early(self: Any) -> Any:
@@ -58,40 +47,25 @@ def test_publishing_before_the_forward(
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", too_early)
-    must_fail(caching, {}, "never written|another prefix|holds|should hold")
+    must_fail(CACHING, "never written|another prefix|holds|should hold", {})
 
 
-def test_eviction_forgets_the_map_entry(
-    caching: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eviction_forgets_the_map_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is handed out again is still found under its old content."""
-    manager = module(caching, "block_manager").BlockManager
+    manager = module(CACHING, "block_manager").BlockManager
     monkeypatch.setattr(manager, "_forget", lambda self, block: None)
-    must_fail(caching, {}, "does not read|never written|another prefix", length=250)
+    must_fail(CACHING, "does not read|also reads|never written|another prefix", {}, {}, length=250)
 
 
-def test_slots_from_the_index_in_the_chunk(
-    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = module(chunking, "model_runner")
-    slot_mapping = runner.slot_mapping
-    monkeypatch.setattr(
-        runner, "slot_mapping", lambda table, start, n, size: slot_mapping(table, 0, n, size)
-    )
-    must_fail(chunking, CHUNKS, "never written|should hold|holds")
-
-
-def test_an_intermediate_chunk_samples(
-    chunking: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_intermediate_chunk_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slice asks for logits and gets a token, the prompt being done or not."""
-    batch = module(chunking, "scheduler").ScheduledBatch
+    batch = module(CHUNKING, "scheduler").ScheduledBatch
 
     def everyone(self: Any) -> None:
         self.sampling = [s.sequence for s in self.slices]
 
     monkeypatch.setattr(batch, "__post_init__", everyone)
-    run = module(chunking, "model_runner").ModelRunner.run
+    run = module(CHUNKING, "model_runner").ModelRunner.run
 
     def all_rows(self: Any, batch: Any) -> Any:
         prepare = self._prepare
@@ -104,13 +78,13 @@ def test_an_intermediate_chunk_samples(
         finally:
             self._prepare = prepare
 
-    monkeypatch.setattr(module(chunking, "model_runner").ModelRunner, "run", all_rows)
-    must_fail(chunking, CHUNKS, "sampled in the wrong place|logits")
+    monkeypatch.setattr(module(CHUNKING, "model_runner").ModelRunner, "run", all_rows)
+    must_fail(CHUNKING, "sampled in the wrong place|logits", CHUNKS)
 
 
-def test_abort_forgets_prefilling(chunking: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = module(chunking, "scheduler").Scheduler
-    status = module(chunking, "sequence").SequenceStatus
+def test_abort_forgets_prefilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = module(CHUNKING, "scheduler").Scheduler
+    status = module(CHUNKING, "sequence").SequenceStatus
     finish = scheduler.finish
 
     def forgetful(self: Any, sequence: Any, reason: str) -> None:
@@ -120,16 +94,14 @@ def test_abort_forgets_prefilling(chunking: ModuleType, monkeypatch: pytest.Monk
         finish(self, sequence, reason)
 
     monkeypatch.setattr(scheduler, "finish", forgetful)
-    must_fail(chunking, CHUNKS, "the pool has|blocks are free|deadlock")
+    must_fail(CHUNKING, "the pool has|blocks are free|deadlock", CHUNKS)
 
 
-@pytest.mark.parametrize("number", [3, 4])
-def test_B6_lookup_stops_at_the_first_miss(number: int) -> None:
+def test_B6_lookup_stops_at_the_first_miss() -> None:
     """Whole engines evict a child before its parent, so only the block manager alone can show it:
     what is found behind a miss would be attended to at the wrong position."""
-    stage = load_stage(number)
-    manager = module(stage, "block_manager").BlockManager(num_blocks=8, block_size=4)
-    chain = module(stage, "sequence").Sequence("chain", list(range(9)), max_tokens=1)
+    manager = module(CACHING, "block_manager").BlockManager(num_blocks=8, block_size=4)
+    chain = module(CACHING, "sequence").Sequence("chain", list(range(9)), max_tokens=1)
     manager.allocate(chain, 9)
     chain.cached_token_count = 9
     manager.publish(chain, 0)
@@ -138,20 +110,6 @@ def test_B6_lookup_stops_at_the_first_miss(number: int) -> None:
     assert manager.find_prefix(chain) == ()
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_freed_sequence_holds_and_has_nothing(number: int) -> None:
-    """What it shows as done while it waits to come back is 0."""
-    stage = load_stage(number)
-    manager = module(stage, "block_manager").BlockManager(num_blocks=8, block_size=4)
-    sequence = module(stage, "sequence").Sequence("lost", list(range(9)), max_tokens=1)
-    manager.allocate(sequence, 9)
-    sequence.cached_token_count = 9
-    manager.free(sequence)
-    assert (sequence.block_table, sequence.cached_token_count) == ([], 0)
-    assert manager.num_free_blocks == 8
-
-
-@pytest.mark.parametrize("number", [3, 4])
-def test_hash_block_is_where_tests_look_for_it(number: int) -> None:
+def test_hash_block_is_where_tests_look_for_it() -> None:
     """A reader's stage may do without it, and two tests of the contract skip themselves then."""
-    assert callable(module(load_stage(number), "block_manager").hash_block)
+    assert callable(module(CACHING, "block_manager").hash_block)

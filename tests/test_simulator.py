@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared import SamplingParams, load_stage
+from shared import load_stage
 from shared.bench import metrics, stall, workloads
 from shared.bench.fleet import prefix_aware, round_robin, run_fleet
 from shared.bench.runner import run_engine
@@ -18,6 +18,7 @@ from shared.simulator import Fitted, SimulatedEngine, work
 from shared.step_time import Chunk
 from shared.tiny import build_tiny_model
 from shared.trace import StepRecord, Trace
+from tests.contract.helpers import greedy
 
 TEXT = [3 + (7 * i * i + i) % 499 for i in range(3000)]
 SMALL: dict[str, Any] = {"block_size": 4, "max_model_len": 256}
@@ -30,10 +31,6 @@ def by_tokens(slices: Iterable[Any]) -> float:
 
 def simulated(stage: int, num_blocks: int = 100, **options: Any) -> SimulatedEngine:
     return SimulatedEngine(stage, by_tokens, num_blocks=num_blocks, **SMALL, **options)
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def request(name: str, n: int, at: float, max_tokens: int = 2, first: int = 5) -> WorkloadRequest:

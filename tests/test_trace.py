@@ -44,10 +44,6 @@ def make_trace(**options) -> Trace:
 # --------------------------------------------------------------------------------------------- kept
 
 
-def test_all_steps_are_kept():
-    assert [step.index for step in make_trace().steps] == list(range(8))
-
-
 def test_only_the_newest_are_kept():
     trace = make_trace(max_steps=3)
     assert [step.index for step in trace.steps] == [5, 6, 7]

@@ -197,9 +197,11 @@ def test_least_recently_used_goes_first(pool: Any) -> None:
 def test_B8_freeing_twice_raises(pool: Any) -> None:
     p = pool(4)
     sequence = p.new([1, 2, 3, 4, 5])
-    p.admit(sequence)
+    p.admit(sequence), p.compute(sequence)
     table = list(sequence.block_table)
     p.manager.free(sequence)
+    left = (sequence.block_table, sequence.cached_token_count)
+    expect(left, ([], 0), "block table and cached_token_count of a sequence that was freed.")
     p.manager.free(sequence)  # an empty table: nothing to do
     sequence.block_table = table
     with pytest.raises(RuntimeError):

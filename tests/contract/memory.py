@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 
 from shared import SamplingParams
 from tests.oracle import MAX_MODEL_LEN, OracleModel, expected_output
@@ -284,6 +284,7 @@ def run_schedules(
     options: dict[str, list[Any]] | None = None,
     request_options: dict[str, list[Any]] | None = None,
     length: int = 70,
+    reduce: bool = True,
 ) -> Counter:
     """Drive the stage's engine through random schedules; return how often what happened.
 
@@ -291,6 +292,7 @@ def run_schedules(
         options, request_options: further arguments of the engine and of `add_request`, each with
             its choices.
         length: most bytes of a schedule, of which a request takes about eight.
+        reduce: look for the smallest schedule that fails, which takes most of the time.
     """
     oracle, seen, log = OracleModel(), Counter(), LastException()
 
@@ -300,6 +302,7 @@ def run_schedules(
         derandomize=True,
         database=None,
         report_multiple_bugs=False,
+        phases=tuple(Phase) if reduce else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
     )
     @given(st.binary(min_size=25, max_size=length))
