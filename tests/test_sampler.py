@@ -408,7 +408,7 @@ def test_min_tokens_makes_eos_and_stop_tokens_impossible(params, ignore_eos):
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, EOS_ID], logits[0, 4], logits[0, 30] = 300.0, 200.0, 100.0
     request = make_request(
-        min_tokens=2, stop_token_ids=[4, VOCAB_SIZE + 5], ignore_eos=ignore_eos, **params
+        min_tokens=2, stop_token_ids=[4, VOCAB_SIZE], ignore_eos=ignore_eos, **params
     )
     tokens = []
     for _ in range(3):
