@@ -75,7 +75,7 @@ def test_tables_show_medians_formulas_and_claims() -> None:
     made.notes.append("a [note]")
     made.failures.append("rows differ")
     text = printed(made)
-    assert "11.0 ±1.00" in text and "1234" in text and "0.01" in text
+    assert "11.0 ±1.00" in text and "1,234" in text and "0.01" in text
     assert "speed = tokens / second" in text
     assert " yes  a is fast: 11.00 (≥ 10)" in text
     assert "  NO  b is slow: 11.00 (≤ 10)" in text
@@ -97,7 +97,14 @@ def test_pack() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.123, "0.12"), (9.99, "9.99"), (9.999, "10.0"), (42.25, "42.2"), (1234.5, "1234")],
+    [
+        (0, "0"),
+        (0.123, "0.12"),
+        (9.99, "9.99"),
+        (9.999, "10.0"),
+        (42.25, "42.2"),
+        (1234.5, "1,234"),
+    ],
 )
 def test_short(value: float, text: str) -> None:
     assert results.short(value) == text

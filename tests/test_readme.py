@@ -20,7 +20,7 @@ def test_measured_tables_are_current() -> None:
 
 def test_a_changed_figure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    monkeypatch.setattr(readme, "number", lambda value: "nonsense")
+    monkeypatch.setattr(readme, "short", lambda value: "nonsense")
     monkeypatch.setattr(readme.Path, "is_file", lambda self: True)
     monkeypatch.setattr(readme, "load", lambda name: SOME_RESULTS)
     assert "nonsense" in readme.fill(text)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.bench.results import load as load_results
+from shared.bench.results import place, short
 from tools.docs_code import ROOT, DocsError
 from tools.docs_svg import Canvas
 
@@ -41,24 +42,16 @@ def load(name: str, folder: Path = FOLDER) -> dict[str, Any]:
 
 def provenance(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
     """On what, with what, when and how: the line below every measured number."""
-    machine, versions = results["machine"], results["versions"]
-    place = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} {words['cores']}"
+    versions, where = results["versions"], place(results["machine"], words["cores"])
     packages = ", ".join(
         f"{name} {versions[name]}" for name in ("torch", "numba") if name in versions
     )
     when = str(results["date"])[:10]
     return (
-        f"{words['measured_on']} {escape(str(place))}; {escape(packages)}; {when}; "
+        f"{words['measured_on']} {escape(where)}; {escape(packages)}; {when}; "
         f"{words['commit']} {escape(str(results['commit']))}: "
         f"<code>{escape(results['command'])}</code>"
     )
-
-
-def number(value: float) -> str:
-    """Three digits that count, thousands apart."""
-    if value == 0 or abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
 def pick(
@@ -140,7 +133,7 @@ def results_table(
         cells += [_param(row["params"].get(p, "")) for p in params]
         for column in columns:
             value = row["values"].get(column)
-            cells.append("–" if value is None else number(value["median"]))
+            cells.append("–" if value is None else short(value["median"]))
         body.append(cells)
     return _table(heads, body, f"{caption} {provenance(results, words)}")
 
@@ -247,7 +240,7 @@ def claims(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
         [
             escape(claim["text"]),
             f"{'≥' if claim['at_least'] else '≤'} {claim['limit']:g}",
-            number(claim["value"]),
+            short(claim["value"]),
             words["yes" if claim["holds"] else "no"],
         ]
         for claim in results["claims"]

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from shared.bench.results import short  # noqa: E402
 from tools import (  # noqa: E402
     docs_bench,
     docs_code,
@@ -80,14 +81,12 @@ def define_env(env: Any) -> None:
     @env.macro
     def measured_value(name: str, table: str, column: str, row: str, **where: Any) -> str:
         """One measured number in a sentence."""
-        return docs_bench.number(
-            docs_bench.median(docs_bench.load(name), table, column, row, where)
-        )
+        return short(docs_bench.median(docs_bench.load(name), table, column, row, where))
 
     @env.macro
     def measured_setting(name: str, key: str) -> str:
         """A number with which something was measured."""
-        return docs_bench.number(docs_bench.load(name)["settings"][key])
+        return short(docs_bench.load(name)["settings"][key])
 
     @env.macro
     def measured_ratio(

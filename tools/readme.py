@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a program, it finds its neighbours like the tests do
 
-from tools.docs_bench import FOLDER, load, number, pick  # noqa: E402
+from shared.bench.results import place, short  # noqa: E402
+from tools.docs_bench import FOLDER, load, pick  # noqa: E402
 
 MARKS = re.compile(r"(<!-- measured: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -27,12 +28,14 @@ def table(name: str, title: str, columns: list[str]) -> str:
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for row in pick(results, title):
         values = [row["values"].get(column) for column in columns]
-        cells = ["–" if value is None else number(value["median"]) for value in values]
+        cells = ["–" if value is None else short(value["median"]) for value in values]
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
-    machine, date = results["machine"], str(results["date"])[:10]
-    place = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    where, date = place(results["machine"]), str(results["date"])[:10]
     model = f"{results['model']['name']} in {results['model']['dtype']}"
-    lines += ["", f"<sub>{place}; {model}; {date}; `{results['command']}`</sub>"]
+    lines += [
+        "",
+        f"<sub>{where}; {model}; {date}; `{results['command']}`</sub>",
+    ]
     return "\n".join(lines) + "\n"
 
 

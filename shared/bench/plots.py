@@ -23,7 +23,7 @@ from shared.demo_plot import Panel, height_of_gaps, paint_gaps
 from shared.picture import CHATS, THEMES, Theme, draw, halo, legend, log_axis, plain
 
 from .options import Parser
-from .results import load, short
+from .results import load, place, short
 
 Content = Mapping[str, Any]
 LINES = {"stage 03": ("doc", "--", "s"), "stage 04": ("a", "-", "o")}
@@ -126,12 +126,12 @@ def paint_all(picture: Picture, content: Content, folder: Path) -> list[Path]:
 def caption(content: Content) -> str:
     """On what, with what, when: the line below each picture."""
     machine, model, settings = content["machine"], content["model"], content["settings"]
-    place = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    where = place(machine)
     what = f"{model['name']}, {model['dtype']}" if model else ""
     if content["benchmark"] == "simulate":
-        place, what = f"simulated: {settings['shape']} on {settings['gpu']}", ""
+        where, what = f"simulated: {settings['shape']} on {settings['gpu']}", ""
     parts = [
-        place,
+        where,
         what,
         f"torch {content['versions']['torch']}",
         content["date"][:10],

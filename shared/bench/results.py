@@ -271,9 +271,9 @@ def cell(value: Mapping[str, Any] | None) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits that count, and no more."""
+    """Three digits that count, and no more; thousands apart."""
     size = abs(number)
-    return f"{number:.0f}" if size >= 99.95 or not size else f"{number:.{1 + (size < 9.995)}f}"
+    return f"{number:,.0f}" if size >= 99.95 or not size else f"{number:.{1 + (size < 9.995)}f}"
 
 
 def pack(widths: Sequence[int], room: int) -> list[list[int]]:
@@ -325,6 +325,11 @@ def machine_facts() -> dict[str, Any]:
         "gpu": gpu,
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def place(machine: Mapping[str, Any], cores: str = "cores") -> str:
+    """On what something was measured: the GPU, or the CPU and how many of its `cores`."""
+    return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} {cores}"
 
 
 def _num_cores() -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared import SamplingParams
 
-from . import metrics, workloads
+from . import metrics, rows, workloads
 from .metrics import Measure
 from .options import Parser, add_stages, number, sizes, whole
 from .results import Report
@@ -120,13 +120,7 @@ def make(session: Session, stage: int, workload: workloads.Workload, **options: 
         options["max_prefill_chunk_size"] = 8192  # only the target limits a chunk
     elif stage == 4 and "max_prefill_chunk_size" not in options:
         options["max_prefill_chunk_size"] = session.args.chunk_size
-    longest = max(workload.lengths().values())
-    return session.engine(
-        stage,
-        num_blocks=workload.num_blocks(16) + 16,
-        max_num_batched_tokens=max(8192, longest),
-        **options,
-    )
+    return session.engine(stage, **rows.engine_options(workload), **options)
 
 
 def episode(engine: Any, workload: workloads.Workload) -> Run:

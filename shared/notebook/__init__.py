@@ -48,9 +48,10 @@ def load(name: str = "smollm2", device: str = "auto") -> LoadedModel:
 def machine(model: Any) -> str:
     """On what the numbers of this run were measured."""
     facts = results.machine_facts()
-    cpu = f"{facts['cpu']}, {facts['cores']} cores"
-    place = facts["gpu"] if model.device.type == "cuda" else cpu
-    return f"{place}; torch {torch.__version__}, {str(model.dtype).removeprefix('torch.')}"
+    if model.device.type != "cuda":
+        facts["gpu"] = None
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{results.place(facts)}; torch {torch.__version__}, {dtype}"
 
 
 def example(tokenizer: Any, document_tokens: int = 1300, max_tokens: int = 64) -> list[Arrival]:
