@@ -29,7 +29,7 @@ OF_A_FILE = {
         ("*C1_*|*C2_*|*C3_*", CHUNKS, "Where a chunk's tokens go"),
         ("*C4_*|*K6_*|*progress*|*C6_*|*C7_*", CHUNKS, "Inside and outside"),
         ("*C5_three*", CHUNKS, "The code: three paragraphs"),
-        ("*C5_*|*B12_*|*B3_*|*B4_*", CHUNKS, "Prefix cache and chunks together"),
+        ("*C5_*|*B3_*|*B4_*", CHUNKS, "Prefix cache and chunks together"),
         ("*state_machine*", CHUNKS, "One more state"),
         ("*A1_*|*A3_*", CHUNKS, "An abort in the middle"),
         ("*S4_*|*between_two_tokens*|*share*|*turn*|*S5_*", CHUNKS, "Decodes first"),

@@ -10,22 +10,9 @@ import pytest
 import torch
 
 from shared import SamplingParams
+from tests.contract.helpers import graphed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-
-
-def graphed(stage: ModuleType, engine: Any) -> Any:
-    """Give `engine` graphs that replay by calling the forward on the graph's own inputs."""
-    cuda_graph = importlib.import_module(f"{stage.__name__}.cuda_graph")
-    runner = engine.model_runner
-    runner.graphs = cuda_graph.DecodeGraphs(
-        runner._forward,
-        runner.config,
-        runner.kv_cache,
-        runner.kernels,
-        record=lambda forward, inputs, pool: lambda: forward(inputs),
-    )
-    return runner.graphs
 
 
 def prompts_of(num_prompts: int) -> list[list[int]]:

@@ -1,14 +1,15 @@
 """What the tests of the contract share: driving an engine, and saying what went wrong.
 
-Uses only an engine's public face. `poison_cache` is the exception: it knows where a `ModelRunner`
-keeps its KV cache.
+Uses only an engine's public face, but for `poison_cache` and `graphed`: these know a `ModelRunner`.
 """
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -157,6 +158,20 @@ def last_steps(engine: Any, count: int = 5) -> str:
 def poison_cache(engine: Any) -> None:
     """Fill the KV cache with NaN, so that reading a slot that was never written shows."""
     engine.model_runner.kv_cache.pool.fill_(float("nan"))
+
+
+def graphed(stage: ModuleType, engine: Any) -> Any:
+    """Give an engine decode graphs that replay by calling the forward on their own inputs."""
+    cuda_graph = importlib.import_module(f"{stage.__name__}.cuda_graph")
+    runner = engine.model_runner
+    runner.graphs = cuda_graph.DecodeGraphs(
+        runner._forward,
+        runner.config,
+        runner.kv_cache,
+        runner.kernels,
+        record=lambda forward, inputs, pool: lambda: forward(inputs),
+    )
+    return runner.graphs
 
 
 @contextmanager
