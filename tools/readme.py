@@ -32,10 +32,7 @@ def table(name: str, title: str, columns: list[str]) -> str:
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     where, date = place(results["machine"]), str(results["date"])[:10]
     model = f"{results['model']['name']} in {results['model']['dtype']}"
-    lines += [
-        "",
-        f"<sub>{where}; {model}; {date}; `{results['command']}`</sub>",
-    ]
+    lines += ["", f"<sub>{where}; {model}; {date}; `{results['command']}`</sub>"]
     return "\n".join(lines) + "\n"
 
 
