@@ -109,7 +109,7 @@ def test_stats_and_trace(call: Callable, tmp_path: Any, capsys: Any) -> None:
     assert len([e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]) == 10
 
 
-def test_engine_options_reach_the_engine(call: Callable, capsys: Any) -> None:
+def test_engine_options_reach_the_engine(call: Callable) -> None:
     engines = []
 
     class Engine(STAGE.LLMEngine):
