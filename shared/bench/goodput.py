@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shared import RequestOutput
@@ -112,7 +113,7 @@ def run(session: Session) -> None:
 
 def check_rates(rates: Sequence[float]) -> list[float]:
     """The rates, if each is above the one before. Raises ValueError if not."""
-    if any(a >= b for a, b in zip(rates, rates[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(rates)):
         raise ValueError(f"rates must grow, got {' '.join(f'{rate:g}' for rate in rates)}")
     return list(rates)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shared.outputs import RequestOutput
 from shared.trace import StepRecord
@@ -222,7 +223,7 @@ def decode_stall(outputs: Iterable[RequestOutput], request_id: str) -> Stall | N
         times = metrics.token_times
         if other == request_id or not times or times[0] > arrival:
             continue  # it came later, or was not streaming yet
-        for earlier, later in zip(times, times[1:], strict=False):
+        for earlier, later in pairwise(times):
             if later <= arrival:
                 before.append(later - earlier)
             elif earlier < first_token:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -455,7 +456,7 @@ def check_chunk_len(
 def check_measures(answer: Any, arrival: float, token_times: Sequence[float]) -> Verdict:
     """TTFT, longest ITL and TPOT of one request, in the unit of the times."""
     first, last, n = token_times[0], token_times[-1], len(token_times)
-    gaps = [b - a for a, b in zip(token_times, token_times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(token_times)]
     ttft, itl, tpot = first - arrival, max(gaps), (last - first) / (n - 1)
     return judge(
         answer,
