@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--list-refusals", action="store_true", help="print bad inputs and their answers"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("--engine")
+    if folder is not None and not os.path.isfile(os.path.join(folder, "__init__.py")):
+        raise pytest.UsageError(f"--engine {folder!r}: there is no __init__.py in this folder")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -65,8 +72,6 @@ def stage(request: pytest.FixtureRequest) -> ModuleType:
 def import_folder(folder: Path) -> ModuleType:
     """Import a stage from any folder; its imports are relative, so the name does not matter."""
     init = folder.resolve() / "__init__.py"
-    if not init.is_file():
-        raise pytest.UsageError(f"--engine {folder}: there is no __init__.py in it")
     name = "engine_under_test"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(

@@ -601,6 +601,19 @@ def test_a_machine_without_git(
     assert "No such file or directory: 'git'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["", "/nowhere", "README.md", "stages", "x" * 300, "a\0b"])
+def test_an_engine_to_test_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, folder: str
+) -> None:
+    monkeypatch.setattr(request.config.option, "engine", folder)
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    refused(
+        lambda: conftest.pytest_configure(request.config),
+        f"--engine {folder!r}: there is no __init__.py",
+        (pytest.UsageError,),
+    )
+
+
 def test_an_engine_in_another_checkout(request: pytest.FixtureRequest) -> None:
     """Then pytest loads the conftest.py of that one, too, with the same options."""
     conftest = request.config.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
