@@ -83,7 +83,7 @@ class Session:
     def text(self) -> list[int]:
         """The text that workloads are cut from, as the model's token ids."""
         with self.console.status("reading the text"):
-            return _tokenize(self.args.model, self.args.text, self.model().tokenizer)
+            return _tokenize(self.args.text, self.model().tokenizer)
 
     def engine(self, stage: int, **options: Any) -> Any:
         """An engine of a stage on the shared model, warmed up, its trace with block tables."""
@@ -157,11 +157,9 @@ def fresh(engine: Any) -> None:
 
 
 # Loading takes seconds, and several benchmarks may run in one process.
-@functools.lru_cache(maxsize=2)
-def _load_model(name: str, device: str, dtype: str, pack_linears: bool) -> LoadedModel:
-    return load_model(name, device=device, dtype=dtype, pack_linears=pack_linears)
+_load_model = functools.lru_cache(maxsize=2)(load_model)
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenize(model: str, path: str | None, tokenizer: Any) -> list[int]:
+def _tokenize(path: str | None, tokenizer: Any) -> list[int]:
     return tokenizer(read_text(path), add_special_tokens=False)["input_ids"]
