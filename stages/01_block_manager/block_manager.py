@@ -42,6 +42,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that no table holds."""
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:

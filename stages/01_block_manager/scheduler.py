@@ -25,6 +25,7 @@ class Slice:
 
     @property
     def end_pos(self) -> int:
+        """Position behind its last token."""
         return self.start_pos + self.num_tokens
 
 
@@ -47,6 +48,7 @@ class ScheduledBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that this step computes."""
         return sum(s.num_tokens for s in self.slices)
 
 
@@ -92,6 +94,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
         return bool(self.waiting or self.running)
 
     def schedule(self) -> ScheduledBatch:

@@ -45,10 +45,9 @@ def test_the_life_of_a_token() -> None:
     assert sequence.status.value == "waiting"
     assert step(scheduler) == [("a", 0, 9)]
     assert sequence.status.value == "running"
-    assert (sequence.cached_token_count, sequence.generated_token_ids) == (9, [7])
+    assert (sequence.cached_token_count, sequence.token_ids) == (9, [*[1] * 9, 7])
     assert step(scheduler) == [("a", 9, 1)]
-    assert (sequence.cached_token_count, sequence.generated_token_ids) == (10, [7, 7])
-    assert sequence.prompt_token_ids == [1] * 9
+    assert (sequence.cached_token_count, sequence.token_ids) == (10, [*[1] * 9, 7, 7])
 
 
 def test_nothing_is_cached_before_the_commit() -> None:
@@ -76,7 +75,7 @@ def test_S7_the_youngest_gives_its_blocks_to_the_oldest() -> None:
     assert [s.sequence for s in batch.slices] == [a]
     assert batch.preempted == [b]
     assert (b.status, b.block_table, b.cached_token_count) == (SequenceStatus.WAITING, [], 0)
-    assert b.generated_token_ids == [7] * 4, "what it has generated is kept"
+    assert b.token_ids[9:] == [7] * 4, "what it has generated is kept"
     assert list(scheduler.waiting) == [b]
 
 
@@ -158,7 +157,7 @@ def test_a_step_that_was_given_up_is_scheduled_again() -> None:
     scheduler.schedule()
     assert a.num_tokens == 3
     slices = [step(scheduler) for _ in range(4)]
-    assert a.generated_token_ids[:1] == [7], slices
+    assert a.token_ids[3:4] == [7], slices
     assert sum(num_tokens for [(_, _, num_tokens)] in slices) == a.cached_token_count
 
 

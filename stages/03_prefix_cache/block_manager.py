@@ -62,10 +62,12 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that no table holds."""
         return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
+        """Blocks whose content can be found, held or free."""
         return len(self._contents)
 
     def num_blocks_for(self, num_tokens: int) -> int:

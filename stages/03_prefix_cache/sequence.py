@@ -9,6 +9,8 @@ from enum import Enum
 
 
 class SequenceStatus(Enum):
+    """Where a request stands."""
+
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # its whole prompt is in the cache; it decodes
     FINISHED = "finished"  # for one of the reasons stop, length, abort, error
@@ -41,14 +43,6 @@ class Sequence:
     def num_tokens(self) -> int:
         """Known tokens: the prompt's and the generated ones."""
         return len(self.token_ids)
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.token_ids[: self.num_prompt_tokens]
-
-    @property
-    def generated_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
 
     def __repr__(self) -> str:
         cached = f"{self.cached_token_count} of {self.num_tokens} tokens cached"

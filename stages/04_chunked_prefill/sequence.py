@@ -9,6 +9,8 @@ from enum import Enum
 
 
 class SequenceStatus(Enum):
+    """Where a request stands."""
+
     WAITING = "waiting"  # holds no blocks
     PREFILLING = "prefilling"  # part of its prompt is in the cache; no token out yet
     RUNNING = "running"  # its whole prompt is in the cache; it decodes
@@ -48,14 +50,6 @@ class Sequence:
     def prefilled_token_count(self) -> int:
         """Prompt tokens whose prefill is done."""
         return min(self.cached_token_count, self.num_prompt_tokens)
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.token_ids[: self.num_prompt_tokens]
-
-    @property
-    def generated_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
 
     def __repr__(self) -> str:
         cached = f"{self.cached_token_count} of {self.num_tokens} tokens cached"

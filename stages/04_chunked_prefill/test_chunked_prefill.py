@@ -593,7 +593,9 @@ def test_the_state_machine(stage: ModuleType) -> None:
             "state of 'short' (2), and prefilled_token_count of 'long'.",
         )
     expect(long.cached_token_count, 11, "cached_token_count of 'long' after its first decode.")
-    expect(long.generated_token_ids, [1, 1], "tokens of 'long' after its first decode.")
+    expect(
+        long.token_ids[long.num_prompt_tokens :], [1, 1], "tokens of 'long' after its first decode."
+    )
     scheduler.finish(long, "stop")
     ended = (long.status.value, long.finish_reason, long.block_table)
     expect(ended, ("finished", "stop", []), "state, reason and block table of 'long', finished.")
