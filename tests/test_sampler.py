@@ -150,7 +150,7 @@ def kept_by_top_p(logits: torch.Tensor, top_p: float) -> set[int]:
     return kept
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.37, 0.5, 0.9])
+@pytest.mark.parametrize("top_p", [1e-60, 1e-9, 0.1, 0.37, 0.5, 0.9])
 def test_top_p(top_p):
     logits = make_logits(1)[0] / 3
     kept = kept_by_top_p(logits, top_p)
@@ -388,9 +388,13 @@ def test_repetition_counts_the_prompt_and_the_others_do_not():
 
 
 def test_repetition_makes_a_negative_logit_more_negative():
-    logits = torch.tensor([-1.0, -1.5])
-    assert sample_one(logits, make_request(prompt=[0], temperature=0, repetition_penalty=2.0)) == 1
-    assert sample_one(logits, make_request(prompt=[1], temperature=0, repetition_penalty=0.5)) == 1
+    for logits in (torch.tensor([-1.0, -1.5]), torch.tensor([-0.1, -0.15])):
+        more, less = (
+            {"prompt": [0], "repetition_penalty": 2.0},
+            {"prompt": [1], "repetition_penalty": 0.5},
+        )
+        assert sample_one(logits, make_request(temperature=0, **more)) == 1
+        assert sample_one(logits, make_request(temperature=0, **less)) == 1
 
 
 def test_penalties_move_random_draws_too():

@@ -556,6 +556,30 @@ def test_a_first_token_counts_as_a_turn(stage: ModuleType) -> None:
     )
 
 
+def test_a_share_goes_on_behind_a_victim(stage: ModuleType) -> None:
+    """The turns are not in arrival order: behind a preempted stream there may be an older one."""
+    scheduler = make_scheduler(
+        stage,
+        num_blocks=5,
+        block_size=4,
+        max_num_seqs=5,
+        max_num_batched_tokens=12,
+        max_decode_share=0.25,
+    )
+    for i, length in enumerate([1, 1, 1, 4, 1]):
+        scheduler.add(new_sequence(stage, f"s{i}", [i] * length))
+    advance(scheduler)
+    scheduler.add(new_sequence(stage, "waiting", [9]))
+    advance(scheduler)
+    batch = scheduler.schedule()
+    expect(
+        ([s.request_id for s in batch.preempted], [s.sequence.request_id for s in batch.slices]),
+        (["s4"], ["s3", "s0"]),
+        "who is preempted and who decodes. It is the turn of s3, s4 and s0, in this order; each "
+        "of five streams holds one block of a pool of five, and s3 needs a second.",
+    )
+
+
 def test_an_odd_share_still_decodes(stage: ModuleType) -> None:
     scheduler = make_scheduler(
         stage, num_blocks=64, block_size=4, max_num_batched_tokens=4, max_decode_share=0.01
