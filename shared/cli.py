@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from .live import LiveAnswers
@@ -46,6 +47,8 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
         config_class(**options)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+    if args.trace and not Path(args.trace).resolve().parent.is_dir():
+        parser.error(f"--trace {args.trace}: its folder does not exist")
 
     def program() -> int:
         log_to_stderr(logging.INFO)

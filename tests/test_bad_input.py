@@ -494,6 +494,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
         ("stage x --num-blocks 99999999999", 2, "num_blocks must be an integer from 1 to"),
         ("stage x --num-blocks 2147483647", 1, "bytes; cpu has"),
         ("stage x --target-step-ms 1e999", 2, "target_step_ms must be a finite number"),
+        ("stage x --trace no/such/folder/t.json", 2, "--trace no/such/folder/t.json: its folder"),
         ("stage x --attention-backend numb", 1, "there are auto, triton, numba, gather"),
         ("stage x --device mps", 1, "no engine for device 'mps'"),
         ("stage x --model tiny:what", 1, "no tiny model of architecture 'what'"),
