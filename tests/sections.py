@@ -51,7 +51,8 @@ OF_THE_CONTRACT = [
     ("*preempt*|*S7_*", BLOCKS, "When no block is left: preemption"),
     ("*B10_*|*S1_*|*S2_*|*pool*|*A1_*|*A2_*|*interrupt*", BLOCKS, "The block manager"),
     ("*B2_*|*B3_*|*B4_*|*memory_oracle*", BLOCKS, HOLDS),
-    ("*K2_*|*greedy_tokens*|*share_a_model*|*A3_*", BLOCKS, "From a batch to tensors"),
+    ("*the_backend*", PAGED, "The step, as a whole"),
+    ("*K2_*|*greedy_tokens*|*share_a_model*|*scale*|*A3_*", BLOCKS, "From a batch to tensors"),
     (
         "*seat*|*S5_*|*S8_*|*first_come*|*overtakes*|*joins*|*prompts_share*|*one_slice*|*C8_*"
         "|*one_token_for_each*|*queue_lengths*|*nothing_to_do*",

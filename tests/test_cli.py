@@ -170,10 +170,7 @@ def test_a_wrong_command_line(call: Callable, capsys: Any, args: list[str], mess
         (["hello", "--dtype", "float63"], "float63"),
         (["hello", "--device", "abacus"], "abacus"),
         (["hello", "--model", "./no/such/folder"], "no/such/folder"),
-        (
-            ["hello", "--max-tokens", "1", "--trace", "/no/such/folder/trace.json"],
-            "/no/such/folder",
-        ),
+        (["hello", "--max-tokens", "1", "--trace", "/"], "Is a directory"),
     ],
 )
 def test_what_cannot_be_done(call: Callable, capsys: Any, args: list[str], message: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.contract import *
+from tests.contract.backends import *
 
 
 @pytest.fixture

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from shared.tiny import build_tiny_model
+from tests.reference import reference_tokens
+
 from .helpers import (
     MakeEngine,
     check_idle,
@@ -94,6 +97,19 @@ def test_engines_that_share_a_model(make_engine: MakeEngine, tiny: Any) -> None:
     for engine, seen in zip(engines, outputs, strict=True):
         [[*_, last]] = seen.values()
         check_reference(last, tiny, 8, engine)
+
+
+@pytest.mark.parametrize("scaling", [None, 1.0])
+def test_the_model_says_how_its_scores_are_scaled(stage: ModuleType, scaling: float | None) -> None:
+    """None is head_dim ** -0.5, which is what these models say themselves."""
+    model, usual = build_tiny_model(), build_tiny_model()
+    engine = stage.LLMEngine((model, None), block_size=4, num_blocks=64)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = scaling
+    for output in run(engine, [make_prompt(n) for n in (5, 12)], greedy(8)):
+        compare_with_generate(output, usual if scaling is None else model, 8)
+        is_usual = output.token_ids == reference_tokens(usual, output.prompt_token_ids, 8)
+        assert is_usual == (scaling is None), "does the scaling not show?"
 
 
 def test_B2_a_reused_block_has_lost_its_old_content(make_engine: MakeEngine, tiny: Any) -> None:

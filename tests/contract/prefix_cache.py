@@ -13,6 +13,7 @@ import pytest
 from shared import SamplingParams
 
 from .helpers import (
+    check_idle,
     check_tokens,
     collect,
     describe,
@@ -202,6 +203,7 @@ def test_hits_are_counted_once(make_engine: Any) -> None:
     reset = engine.reset_prefix_cache()
     expect(reset, stats["cached_blocks"], "what reset_prefix_cache returns: all findable blocks.")
     expect(engine.stats()["cached_blocks"], 0, "findable blocks after the reset.")
+    expect(engine.stats()["evictions"], 0, "evictions: nothing was taken for another request.")
     again = run(engine, [prompt], greedy(2))[0]
     check_hit(again, 0, "the cache was reset", engine)
     check_tokens(again, output.token_ids, engine)
@@ -214,6 +216,14 @@ def test_salted_requests_share_with_their_own_only(make_engine: Any) -> None:
         request_id = engine.add_request(prompt, greedy(1), cache_salt=salt)
         outputs = [o for _ in range(3) for o in engine.step() if o.request_id == request_id]
         check_hit(outputs[-1], wanted, f"cache_salt {salt!r}, after 'a', 'b' so far", engine)
+
+
+@pytest.mark.parametrize("salt", [None, 5, b"a", ["a"], "\ud800"])
+def test_a_salt_that_cannot_be_hashed(make_engine: Any, salt: Any) -> None:
+    engine = make_engine()
+    with pytest.raises(ValueError if isinstance(salt, str) else TypeError, match="cache_salt"):
+        engine.add_request(list(range(10, 22)), greedy(1), cache_salt=salt)
+    check_idle(engine)
 
 
 def test_caching_can_be_switched_off(make_engine: Any) -> None:
