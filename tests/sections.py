@@ -41,7 +41,7 @@ OF_A_FILE = {
         ("*chunk_by_chunk*", CHUNKS, "Allocation chunk by chunk"),
         ("*S8_*|*C9_*", CHUNKS, "Three budgets"),
         ("*by_hand*", CHUNKS, "One chunk by hand"),
-        ("*target_step*", CHUNKS, "A promise instead of a size"),
+        ("*target_step*|*longer_chunk*", CHUNKS, "A promise instead of a size"),
         ("*unless_told*", CHUNKS, "What it costs, and how large a chunk should be"),
     ],
 }

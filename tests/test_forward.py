@@ -1,31 +1,58 @@
-"""What reaches the model: one row of tokens, and no cache but ours."""
+"""What reaches the model: one row of tokens, where its keys and values lie, no cache but ours."""
 
 from __future__ import annotations
 
+import importlib
+from itertools import accumulate, takewhile
 from typing import Any
 
 import pytest
+import torch
 
 from shared import SamplingParams, load_stage
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_one_row_and_no_second_cache(tiny: Any, number: int) -> None:
+def test_the_inputs_of_each_step(tiny: Any, number: int) -> None:
     model, _ = tiny
-    engine = load_stage(number).LLMEngine(tiny, num_blocks=64, block_size=4)
+    engine = load_stage(number).LLMEngine(tiny, num_blocks=64, block_size=4, max_num_seqs=3)
     calls: list[dict] = []
     hook = model.register_forward_pre_hook(
         lambda _model, _args, inputs: calls.append(inputs), with_kwargs=True
     )
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [10, 11]]
     try:
-        engine.generate(
-            [[1, 2, 3], [4, 5, 6, 7, 8]], SamplingParams(max_tokens=3, temperature=0), False
-        )
+        engine.generate(prompts, SamplingParams(max_tokens=3, temperature=0), use_tqdm=False)
     finally:
         hook.remove()
+    num_decodes = []
     for step, inputs in zip(engine.trace.steps, calls, strict=True):
         shapes = [tuple(inputs[name].shape) for name in ("input_ids", "position_ids")]
         assert shapes == [(1, step.num_tokens)] * 2
         assert inputs["logits_to_keep"].shape == (len(step.sampled),)
         assert inputs["use_cache"] is False, "transformers would keep keys and values as well"
-    assert calls
+
+        meta = inputs["attn_metadata"]
+        lens = [n for _, _, n in step.slices]
+        ends = [start + n for _, start, n in step.slices]
+        assert [*torch.as_tensor(meta.query_start_loc)] == [0, *accumulate(lens)]
+        assert [*torch.as_tensor(meta.context_lens)] == ends
+        if number > 1:
+            num_decodes.append(len([*takewhile(lambda n: n == 1, lens)]))
+            assert meta.num_decodes == num_decodes[-1], step.slices
+            assert (meta.max_query_len, meta.max_context_len) == (max(lens), max(ends))
+            assert meta.block_tables.dtype == meta.context_lens.dtype == torch.int32
+    assert number == 1 or {0, 3} <= {*num_decodes}, "prefills alone, and decodes alone"
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_graphs_are_recorded_unless_told_otherwise(
+    tiny: Any, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = load_stage(number)
+    kernels = importlib.import_module(f"{stage.__name__}.paged_attention_gather")
+    monkeypatch.setattr(kernels, "CUDA_GRAPHS", True, raising=False)
+    monkeypatch.setattr(stage.model_runner, "DecodeGraphs", lambda *_: "graphs")
+    options = {"num_blocks": 8, "attention_backend": "gather"}
+    assert stage.LLMEngine(tiny, **options).model_runner.graphs == "graphs"
+    assert stage.LLMEngine(tiny, enforce_eager=True, **options).model_runner.graphs is None

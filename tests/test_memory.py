@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from shared import load_stage
+from shared import SamplingParams, load_stage
 from shared.memory import bytes_per_block, choose_num_blocks
 from shared.models import inspect_model
 
@@ -84,3 +84,13 @@ def test_the_largest_forward_that_can_come(
     runner._profile()
     assert seen == [(most, -(-most // 4), 1)]
     assert not hasattr(runner, "kv_cache"), "the real cache has to fit beside it"
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_the_last_token_needs_no_slot(tiny: Any, stage: ModuleType) -> None:
+    engine = stage.LLMEngine(tiny, block_size=4, num_blocks=4)
+    params = SamplingParams(max_tokens=1, temperature=0)
+    [output] = engine.generate([list(range(10, 26))], params, use_tqdm=False)
+    assert (len(output.token_ids), output.finish_reason) == (1, "length")
+    with pytest.raises(ValueError, match="16 prompt tokens and 2 to generate"):
+        engine.add_request(list(range(10, 26)), SamplingParams(max_tokens=2))

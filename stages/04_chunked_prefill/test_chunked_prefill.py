@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -788,6 +788,21 @@ def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
     )
     fastest = min(times[20:-1]) * 1e3
     assert fastest > 4, f"the target is 5 ms, and a step took {fastest:.2f} ms: not used up"
+
+
+def test_a_longer_chunk_may_leave_nothing_for_the_next(stage: ModuleType) -> None:
+    """The model learns that more is possible: the older prompt takes all, and no slice is empty."""
+    scheduler = make_scheduler(stage, num_blocks=64, block_size=4, max_num_batched_tokens=8)
+    for name in ("older", "younger"):
+        scheduler.add(new_sequence(stage, name, list(range(20))))
+    scheduler.step_time = SimpleNamespace(longest_chunk=lambda slices, start, limit: min(limit, 4))
+    first = advance(scheduler)
+    scheduler.step_time.longest_chunk = lambda slices, start, limit: limit
+    expect(
+        first + advance(scheduler),
+        [{"older": (0, 4), "younger": (0, 4)}, {"older": (4, 8)}],
+        "the slices of two steps, budget 8, in which the model of step times allows 4, then all.",
+    )
 
 
 def test_target_step_ms_lets_the_engine_learn(make_engine: Any) -> None:
