@@ -56,3 +56,10 @@ def test_graphs_are_recorded_unless_told_otherwise(
     options = {"num_blocks": 8, "attention_backend": "gather"}
     assert stage.LLMEngine(tiny, **options).model_runner.graphs == "graphs"
     assert stage.LLMEngine(tiny, enforce_eager=True, **options).model_runner.graphs is None
+
+
+def test_the_default_chunks_are_those_that_the_options_tell() -> None:
+    stage = load_stage(4)
+    sizes = stage.model_runner.CHUNK_SIZES
+    told = " ".join((stage.EngineConfig.__doc__ or "").split())
+    assert f"None is {sizes['cuda']} on CUDA, {sizes['cpu']} on CPU" in told
