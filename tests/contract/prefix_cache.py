@@ -174,8 +174,8 @@ def test_A1_abort_of_one_that_shares(make_engine: Any) -> None:
         check_tokens(other, cold(make_engine, other.prompt_token_ids, 8), engine)
 
 
-def test_the_budget_is_charged_after_the_lookup(make_engine: Any) -> None:
-    """B12: two prompts of 12 tokens, 8 of them cached, share a step of at most 12 tokens."""
+def test_B12_the_budget_is_charged_after_the_lookup(make_engine: Any) -> None:
+    """Two prompts of 12 tokens, 8 of them cached, share a step of at most 12 tokens."""
     engine = make_engine(max_num_batched_tokens=12)
     base = list(range(10, 18))
     run(engine, [[*base, 1]], greedy(1))
