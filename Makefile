@@ -74,7 +74,7 @@ format: $(STAMP)test ## let ruff sort imports and lay out the code
 propagate: $(STAMP)base ## carry uncommitted changes of one stage into the later ones (FROM=01)
 	@$(PY) tools/propagate.py "$(FROM)"
 
-mutants: $(STAMP)test $(STAMP)mutants ## plant faults and count those that the tests notice; takes half an hour (ARGS="scheduler")
+mutants: $(STAMP)test $(STAMP)mutants ## plant faults and count those that the tests notice; takes an hour (ARGS="scheduler")
 	@$(PY) tools/mutants.py $(ARGS)
 
 clean: ## remove what tools and tests left behind
