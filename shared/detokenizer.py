@@ -35,7 +35,8 @@ class IncrementalDetokenizer:
     `tokenizer.decode(token_ids)`, and bytes that can never become a character are let go of, so
     that the window stays short and the work linear whatever the tokens are.
 
-    tokenizer: anything with `decode(ids, skip_special_tokens=True) -> str`; None gives no text.
+    Args:
+        tokenizer: anything with `decode(ids, skip_special_tokens=True) -> str`; None gives no text.
     """
 
     def __init__(self, tokenizer: Any):
@@ -124,7 +125,8 @@ class StopMatcher:
     wins, and of two that end together the longer one; so the outcome does not depend on how the
     text was cut into pieces. Neither the stop string nor what follows it is let through.
 
-    stops: the stop strings, none of them empty.
+    Args:
+        stops: the stop strings, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str] = ()):
@@ -139,8 +141,9 @@ class StopMatcher:
     def append(self, text: str, may_stop: bool = True) -> str:
         """Take the next text; return what may be shown now. "" once a stop string was found.
 
-        may_stop: False lets a stop string pass that is complete within this text; one that is
-            only begun here still counts when it is completed later.
+        Args:
+            may_stop: False lets a stop string pass that is complete within this text; one that is
+                only begun here still counts when it is completed later.
         """
         if self.stopped is not None:
             return ""

@@ -19,8 +19,9 @@ from .sampling_params import SamplingParams
 class SampledToken(NamedTuple):
     """One token that the sampler chose.
 
-    logprobs: token id to log-probability under the model's own distribution: first the chosen
-        token, then the likeliest ones, likeliest first. None if not asked for.
+    Attributes:
+        logprobs: token id to log-probability under the model's own distribution: first the chosen
+            token, then the likeliest ones, likeliest first. None if not asked for.
     """
 
     token_id: int
@@ -31,8 +32,9 @@ class SampledToken(NamedTuple):
 class RequestMetrics:
     """When things happened to one request, and the measures that follow.
 
-    token_times: when each generated token was there, in order.
-    num_cached_tokens: prompt tokens that the prefix cache held already.
+    Attributes:
+        token_times: when each generated token was there, in order.
+        num_cached_tokens: prompt tokens that the prefix cache held already.
     """
 
     arrival_time: float
@@ -71,13 +73,14 @@ class RequestMetrics:
 class RequestOutput:
     """A request as it stands after a step. Later steps do not change it.
 
-    prompt_token_ids: one list, shared by all outputs of the request.
-    token_ids: all generated tokens so far, an EOS or stop token that ended them included.
-    text: their text so far, without EOS and stop strings; what could still become part of a stop
-        string or of an incomplete character is held back until it is decided.
-    new_text: what was added to the text since the request's last output.
-    finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
-    logprobs: for each token of token_ids, as in `SampledToken`; None if not asked for.
+    Attributes:
+        prompt_token_ids: one list, shared by all outputs of the request.
+        token_ids: all generated tokens so far, an EOS or stop token that ended them included.
+        text: their text so far, without EOS and stop strings; what could still become part of a
+            stop string or of an incomplete character is held back until it is decided.
+        new_text: what was added to the text since the request's last output.
+        finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
+        logprobs: for each token of token_ids, as in `SampledToken`; None if not asked for.
     """
 
     request_id: str
@@ -94,11 +97,12 @@ class RequestOutput:
 class Request:
     """One request from its arrival to its last output: tokens in, text and a finish reason out.
 
-    max_tokens: most tokens to generate, at least 1; the engine has resolved
-        `params.max_tokens=None` and the model's context.
-    tokenizer: as for `IncrementalDetokenizer`; None leaves the text empty.
-    eos_token_ids: tokens that end the output unless the parameters say `ignore_eos`.
-    arrival_time: when the request was added.
+    Args:
+        max_tokens: most tokens to generate, at least 1; the engine has resolved
+            `params.max_tokens=None` and the model's context.
+        tokenizer: as for `IncrementalDetokenizer`; None leaves the text empty.
+        eos_token_ids: tokens that end the output unless the parameters say `ignore_eos`.
+        arrival_time: when the request was added.
 
     stop_token_ids: EOS and stop tokens together, which `min_tokens` makes impossible at first.
     sampler_state: belongs to the sampler (random generator, token counts); nobody else looks.

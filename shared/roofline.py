@@ -70,8 +70,10 @@ class Roofline:
     The linear layers of a step multiply all its tokens and read the weights once; the attention of
     each slice multiplies its tokens with their contexts and reads the context once.
 
-    flop_share, byte_share: what real kernels reach of the data sheet. overhead: seconds of a step
-    that no kernel accounts for. All three are assumptions.
+    Attributes:
+        flop_share: what real kernels reach of the data sheet's FLOP/s; assumed, like the next two.
+        byte_share: the same of its bytes per second.
+        overhead: seconds of a step that no kernel accounts for.
     """
 
     gpu: Gpu

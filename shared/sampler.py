@@ -24,10 +24,11 @@ NUM_TOP_P_CANDIDATES = 256
 class _State:
     """What the sampler keeps with one request, on the device of the logits.
 
-    generator: of a request with a seed; it moves once per sampled token and never else.
-    prompt_mask: bool [vocab_size], the tokens of the prompt.
-    output_counts: float32 [vocab_size], how often each token was generated.
-    num_counted: how many generated tokens output_counts holds.
+    Attributes:
+        generator: of a request with a seed; it moves once per sampled token and never else.
+        prompt_mask: bool [vocab_size], the tokens of the prompt.
+        output_counts: float32 [vocab_size], how often each token was generated.
+        num_counted: how many generated tokens output_counts holds.
     """
 
     generator: torch.Generator | None = None
@@ -43,8 +44,9 @@ class Sampler:
     logits, mask of min_tokens, penalties, then argmax for greedy rows, and temperature, min_p,
     top_k, top_p and a draw for the others.
 
-    seed: of the generator that all requests without a seed of their own share; None takes one
-        from the operating system.
+    Args:
+        seed: of the generator that all requests without a seed of their own share; None takes one
+            from the operating system.
     """
 
     def __init__(self, seed: int | None = None):
@@ -55,7 +57,9 @@ class Sampler:
     def sample(self, logits: Tensor, requests: list[Request]) -> list[SampledToken]:
         """Choose a token for each row.
 
-        logits: [num_requests, vocab_size], any float dtype, left as they are.
+        Args:
+            logits: [num_requests, vocab_size], any float dtype, left as they are.
+
         Raises ValueError if the shapes do not fit, or if the largest logit of a row is not finite
         after the mask: the row has a NaN, overflowed, or has no token left.
         """

@@ -26,25 +26,26 @@ class SamplingParams:
 
     The order is: mask of ``min_tokens``, penalties, temperature, ``min_p``, ``top_k``, ``top_p``.
 
-    temperature: divides the logits; below 1e-5 the choice is greedy.
-    top_k: keep the k likeliest tokens; 0 and -1 switch it off, 1 is greedy.
-    top_p: keep the likeliest tokens that together hold at least this mass, in (0, 1]. Tokens as
-        likely as the last one that top_k or top_p keeps are kept with it.
-    min_p: keep tokens at least this fraction as likely as the likeliest one, in [0, 1].
-    repetition_penalty: from 1e-6 to 1e6; divides positive and multiplies negative logits of every
-        token that is in the prompt or in the output.
-    presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that is
-        in the output, once, or once for each time.
-    seed: makes the request's output depend on this request alone, not on its batch.
-    max_tokens: most tokens to generate; None means the room that the model's context leaves.
-    min_tokens: the first ``min_tokens`` tokens neither are EOS or a stop token, nor complete a
-        stop string.
-    stop: strings that end the output when it contains them; their text is left out. Kept as a
-        tuple.
-    stop_token_ids: tokens that end the output, as EOS does. Kept as a tuple.
-    ignore_eos: go on after EOS.
-    logprobs: for every token, also report its log-probability and those of the ``logprobs``
-        likeliest tokens, of the model's own distribution (before mask, penalties, temperature).
+    Attributes:
+        temperature: divides the logits; below 1e-5 the choice is greedy.
+        top_k: keep the k likeliest tokens; 0 and -1 switch it off, 1 is greedy.
+        top_p: keep the likeliest tokens that together hold at least this mass, in (0, 1]. Tokens as
+            likely as the last one that top_k or top_p keeps are kept with it.
+        min_p: keep tokens at least this fraction as likely as the likeliest one, in [0, 1].
+        repetition_penalty: from 1e-6 to 1e6; divides positive and multiplies negative logits of
+            every token that is in the prompt or in the output.
+        presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that
+            is in the output, once, or once for each time.
+        seed: makes the request's output depend on this request alone, not on its batch.
+        max_tokens: most tokens to generate; None means the room that the model's context leaves.
+        min_tokens: the first ``min_tokens`` tokens neither are EOS or a stop token, nor complete a
+            stop string.
+        stop: strings that end the output when it contains them; their text is left out. Kept as a
+            tuple.
+        stop_token_ids: tokens that end the output, as EOS does. Kept as a tuple.
+        ignore_eos: go on after EOS.
+        logprobs: for every token, also report its log-probability and those of the ``logprobs``
+            likeliest tokens, of the model's own distribution (before mask, penalties, temperature).
 
     Raises TypeError for a value of the wrong type and ValueError for one out of range.
     """

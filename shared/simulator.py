@@ -142,7 +142,8 @@ class Fitted:
 
         seconds = a + b * tokens + c * (prompt tokens x context) + d * (decode contexts)
 
-    coefficients: a, b, c, d, none below 0.
+    Attributes:
+        coefficients: a, b, c, d, none below 0.
     """
 
     coefficients: tuple[float, float, float, float]

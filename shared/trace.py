@@ -22,14 +22,19 @@ VERSION = 1
 class StepRecord:
     """One step of an engine.
 
-    index: number of the step, from 0.
-    start, end: seconds of `time.perf_counter`; in a saved file, seconds since its first step.
-    slices: (request_id, start_pos, num_tokens) for each slice that was computed.
-    sampled: ids of the requests that got a token.
-    preempted: ids of the requests that lost their blocks while this step was scheduled.
-    num_free_blocks, num_waiting, num_running, num_prefilling: as the step ran: after scheduling,
-        and before finished requests gave their blocks back.
-    block_tables: request id to block table as the step ran, if the trace asks for them.
+    Attributes:
+        index: number of the step, from 0.
+        start: seconds of `time.perf_counter`; in a saved file, seconds since its first step.
+        end: likewise.
+        slices: (request_id, start_pos, num_tokens) for each slice that was computed.
+        sampled: ids of the requests that got a token.
+        preempted: ids of the requests that lost their blocks while this step was scheduled.
+        num_free_blocks: as the step ran: after scheduling, and before finished requests gave their
+            blocks back; so are the next three.
+        num_waiting: requests that hold no blocks.
+        num_running: requests that hold blocks.
+        num_prefilling: those of them whose prompt is under way.
+        block_tables: request id to block table as the step ran, if the trace asks for them.
     """
 
     index: int
@@ -58,8 +63,9 @@ class StepRecord:
 class Trace:
     """The steps of one engine, oldest first.
 
-    max_steps: keep only the newest ones; None keeps all.
-    record_blocks: asks the engine to put a copy of every block table into each record.
+    Args:
+        max_steps: keep only the newest ones; None keeps all.
+        record_blocks: asks the engine to put a copy of every block table into each record.
     """
 
     def __init__(self, max_steps: int | None = None, record_blocks: bool = False):

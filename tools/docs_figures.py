@@ -660,7 +660,7 @@ def measures(words: Words) -> Drawing:
     canvas.line(20, y, 664, y, "line", 2)
     arrival, tokens = 40, [230, 270, 310, 350, 530, 570, 610, 650]
     canvas.path(f"M{arrival} {y - 14}v28", "text", 2)
-    canvas.text(arrival, y + 34, words["added"], "small", "middle")
+    canvas.text(arrival - 20, y + 34, words["added"], "small")
     for i, x in enumerate(tokens):
         canvas.circle(x, y, 6, "A")
         canvas.text(x, y + 24, i + 1, "small muted", "middle")

@@ -25,7 +25,8 @@ MIB = 2**20
 class Measure:
     """One column: how it is called, in which unit, and how it is computed.
 
-    better: "lower", "higher", or "" where neither is.
+    Attributes:
+        better: "lower", "higher", or "" where neither is.
     """
 
     title: str

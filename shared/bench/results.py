@@ -52,7 +52,8 @@ Key = tuple[str, str, tuple[tuple[str, Any], ...]]  # table, row, its params
 class Claim:
     """Something that the project says about itself, beside what was measured here.
 
-    at_least: the value should be `limit` or more; else `limit` or less.
+    Attributes:
+        at_least: the value should be `limit` or more; else `limit` or less.
     """
 
     text: str
