@@ -144,7 +144,10 @@ def roofline(words: Words) -> Drawing:
     for tokens, colour, label in points:
         share = min(1, tokens / ridge)
         canvas.circle(x(tokens), y(share), 6, colour)
-        canvas.text(x(tokens), y(share) + 24, label, "small", "middle")
+        if share < 1:  # right of the line, which rises
+            canvas.text(x(tokens) + 12, y(share) + 14, label, "small")
+        else:
+            canvas.text(x(tokens), y(share) - 11, label, "small", "middle")
     return canvas, {"ridge": f"{ridge:.0f}", "decode_share": f"{100 * 4 / ridge:.1f} %"}
 
 
@@ -509,7 +512,7 @@ def states(words: Words) -> Drawing:
     canvas.text(323, 80, words["more"], "small muted", "middle")
     canvas.path("M258 146H122", "warn", 1.3, dashed=True, arrow=True)
     canvas.path("M600 156C580 206 150 206 106 158", "warn", 1.3, dashed=True, arrow=True)
-    canvas.text(352, 186, words["preempted"], "small", "middle", fill="warn")
+    canvas.text(436, 210, words["preempted"], "small", "middle", fill="warn")
     canvas.line(652, 156, 652, 266, "line", 1.5, arrow=True)
     canvas.text(646, 240, words["ends"], "small muted", "end")
     canvas.path("M60 156C60 276 260 292 576 292", "line", 1.3, dashed=True, arrow=True)
@@ -520,7 +523,7 @@ def states(words: Words) -> Drawing:
 
 def between(words: Words) -> Drawing:
     """Which tokens attend to which: whole prefill, chunk, decode."""
-    canvas = Canvas(680, 236)
+    canvas = Canvas(680, 246)
     n, cell = 12, 14
     panels = [(words["prefill"], 0, 12), (words["chunk"], 4, 8), (words["decode"], 11, 12)]
     for p, (title, first, last) in enumerate(panels):
@@ -543,7 +546,7 @@ def between(words: Words) -> Drawing:
     _legend(
         canvas,
         30,
-        228,
+        238,
         [("doc", words["own"]), ("shared", words["earlier"]), ("free", words["hidden"])],
     )
     return canvas, {}
