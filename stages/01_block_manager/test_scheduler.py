@@ -151,6 +151,16 @@ def test_S1_what_the_door_lets_in(
             scheduler.check(num_prompt_tokens, max_tokens)
 
 
+def test_what_has_outgrown_the_budget_is_computed_again_alone() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    a, b = add(scheduler, 2, 8)
+    while b.num_tokens < 11:
+        step(scheduler)
+    scheduler._preempt_youngest(), scheduler._preempt_youngest()
+    assert step(scheduler) == [("a", 0, 5)], "11 tokens beside these 5 would be twice the budget"
+    assert step(scheduler) == [("b", 0, 11)]
+
+
 def test_a_step_that_was_given_up_is_scheduled_again() -> None:
     scheduler = make_scheduler()
     [a] = add(scheduler, 3)
