@@ -98,12 +98,12 @@ class IncrementalDetokenizer:
 
     def _let_go(self) -> str:
         """Shorten the held tokens, of which there are too many; return what they show."""
-        # 1. Forget tokens without text (special ones) at the end, where an incomplete character
-        # may still go on after them.
+        # 1. Forget tokens without text (special ones): a character may go on behind them.
+        places = range(self._read_offset, len(self._token_ids))
+        self._token_ids[self._read_offset :] = [
+            self._token_ids[i] for i in places if self._decode(i, i + 1)
+        ]
         end = len(self._token_ids)
-        while end > self._read_offset and not self._decode(end - 1, end):
-            self._token_ids.pop()
-            end -= 1
         if end - self._read_offset <= MAX_HELD:
             return ""
         # 2. Show all up to the last place where no character is cut in two: there the parts

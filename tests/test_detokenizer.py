@@ -150,12 +150,14 @@ def test_d1_any_tokens(token_ids):
 
 
 @generous
-@given(st.binary(max_size=60), st.integers(0, 20))
-def test_d1_any_bytes(data, num_special):
+@given(st.binary(max_size=60), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20))))
+@example("🙂".encode(), [(1, MAX_HELD - 1)])
+@example("é🙂".encode(), [(4, MAX_HELD + 5), (3, 2)])
+def test_d1_any_bytes(data, special):
     """Also with special tokens, which have no text, in the middle of a character."""
     token_ids = byte_ids(data)
-    middle = len(token_ids) // 2
-    token_ids[middle:middle] = [byte_level().token_to_id(EOS)] * num_special
+    for place, number in special:
+        token_ids[place:place] = [byte_level().token_to_id(EOS)] * number
     assert "".join(stream(byte_level(), token_ids)) == data.decode(errors="replace")
 
 
