@@ -52,14 +52,18 @@ def test_on_cuda_the_peak_of_a_forward_goes_off(tiny: Any, monkeypatch: pytest.M
     shape = dataclasses.replace(inspect_model(tiny[0]), device=torch.device("cuda"))
     block = bytes_per_block(shape, 16)
     calls: list[str] = []
-    for name, result in {
-        "reset_peak_memory_stats": None,
-        "max_memory_allocated": 30 * block,
-        "mem_get_info": (0, 100 * block),
-        "empty_cache": None,
-    }.items():
-        answer = lambda *_, name=name, result=result: (calls.append(name), result)[1]  # noqa: E731
+
+    def fake(name: str, result: Any) -> None:
+        def answer(*_: Any) -> Any:
+            calls.append(name)
+            return result
+
         monkeypatch.setattr(torch.cuda, name, answer)
+
+    fake("reset_peak_memory_stats", None)
+    fake("max_memory_allocated", 30 * block)
+    fake("mem_get_info", (0, 100 * block))
+    fake("empty_cache", None)
     chosen = choose_num_blocks(shape, config(), lambda: calls.append("profile"))
     assert chosen == 90 - 30
     assert calls[:3] == ["reset_peak_memory_stats", "profile", "max_memory_allocated"]
