@@ -57,6 +57,18 @@ def test_eviction_forgets_the_map_entry(monkeypatch: pytest.MonkeyPatch) -> None
     must_fail(CACHING, "does not read|also reads|never written|another prefix", {}, {}, length=250)
 
 
+def test_slots_from_the_index_in_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes are right, so only a chunk behind another one shows it."""
+    runner = module(CHUNKING, "model_runner")
+    slot_mapping = runner.slot_mapping
+
+    def from_zero(table: list[int], start: int, n: int, block_size: int) -> list[int]:
+        return slot_mapping(table, start if n == 1 else 0, n, block_size)
+
+    monkeypatch.setattr(runner, "slot_mapping", from_zero)
+    must_fail(CHUNKING, "never written|should hold|holds|does not read|also reads", CHUNKS)
+
+
 def test_an_intermediate_chunk_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every slice asks for logits and gets a token, the prompt being done or not."""
     batch = module(CHUNKING, "scheduler").ScheduledBatch
