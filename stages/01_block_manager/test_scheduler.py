@@ -65,6 +65,14 @@ def test_the_commit_wants_a_token_for_each_that_sampled() -> None:
         scheduler.commit(scheduler.schedule(), [7])
 
 
+def test_nobody_gives_blocks_up_while_the_last_slot_is_free() -> None:
+    scheduler = make_scheduler(num_blocks=2)
+    add(scheduler, 3, 3)
+    step(scheduler)
+    batch = scheduler.schedule()
+    assert ([s.end_pos for s in batch.slices], batch.preempted) == ([4, 4], [])
+
+
 def test_S7_the_youngest_gives_its_blocks_to_the_oldest() -> None:
     """7 blocks, two prompts of 9: at the 13th token of both there is one block left for two."""
     scheduler = make_scheduler(num_blocks=7)
