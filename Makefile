@@ -19,11 +19,11 @@ help: ## this list
 # The interpreter is a dependency since a .venv may outlive it (the link then points nowhere).
 
 $(PY):
-	@tools/venv.sh create
+	@tools/setup/venv.sh create
 
 $(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAMP)%: \
-		pyproject.toml constraints.txt tools/venv.sh $(PY)
-	@tools/venv.sh $*
+		pyproject.toml constraints.txt tools/setup/venv.sh $(PY)
+	@tools/setup/venv.sh $*
 	@touch $(STAMP)base $@
 
 # --- for readers ----------------------------------------------------------------------------
@@ -32,7 +32,7 @@ demo: $(STAMP)base ## a real model answers several chats at once, streamed in th
 	@$(PY) -m shared.demo $(ARGS)
 
 start: $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage)
-	@$(PY) tools/start.py "$(STAGE)" "$(DIR)"
+	@$(PY) -m tools.setup.start "$(STAGE)" "$(DIR)"
 
 test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
 	@$(PY) -m pytest --cov $(ARGS)
@@ -62,20 +62,20 @@ types: $(STAMP)test
 	@$(PY) -m mypy
 
 doors: $(STAMP)test
-	@$(PY) tools/doors.py
+	@$(PY) -m tools.check.doors
 
 diffs: $(STAMP)test
-	@$(PY) tools/stage_diff.py
+	@$(PY) -m tools.check.stage_diff
 
 format: $(STAMP)test ## let ruff sort imports and lay out the code
 	@$(PY) -m ruff check --select I --fix .
 	@$(PY) -m ruff format .
 
 propagate: $(STAMP)base ## carry uncommitted changes of one stage into the later ones (FROM=01)
-	@$(PY) tools/propagate.py "$(FROM)"
+	@$(PY) -m tools.check.propagate "$(FROM)"
 
 mutants: $(STAMP)test $(STAMP)mutants ## plant faults and count those that the tests notice; takes an hour (ARGS="scheduler")
-	@$(PY) tools/mutants.py $(ARGS)
+	@$(PY) -m tools.check.mutants $(ARGS)
 
 clean: ## remove what tools and tests left behind
 	rm -rf build site .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -2,9 +2,9 @@
 
 import sys
 
-from .outputs import RequestOutput
-from .program import interrupted_import
-from .sampling_params import SamplingParams
+from .engine.outputs import RequestOutput
+from .engine.sampling_params import SamplingParams
+from .programs.program import interrupted_import
 from .stages import load_stage
 
 __all__ = ["RequestOutput", "SamplingParams", "load_stage"]

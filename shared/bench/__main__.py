@@ -12,7 +12,7 @@ from types import ModuleType
 
 from rich.console import Console
 
-from shared.program import finish, log_to_stderr
+from shared.programs.program import finish, log_to_stderr
 
 from . import options
 from .results import Report

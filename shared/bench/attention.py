@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared import SamplingParams, load_stage
-from shared.backends import load_kernels
-from shared.probe import ModelShape
+from shared.engine.backends import load_kernels
+from shared.engine.model_shape import ModelShape
+from shared.measure.metrics import MS, Measure
+from shared.measure.workloads import Passages
 
 from . import rows
-from .metrics import MS, Measure
 from .options import Parser, sizes, whole
 from .results import Report
 from .session import Session
-from .workloads import Passages
 
 KERNELS = "decode attention of one layer"
 STEP = "whole decode step"

@@ -20,9 +20,9 @@ from types import ModuleType
 from typing import Any
 
 from shared import load_stage
+from shared.measure import metrics
+from shared.measure.metrics import Measure
 
-from . import metrics
-from .metrics import Measure
 from .options import Parser, add_stages, sizes, whole
 from .results import Report
 from .session import Session

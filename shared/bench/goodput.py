@@ -17,12 +17,13 @@ from itertools import pairwise
 from typing import Any
 
 from shared import RequestOutput
+from shared.measure import metrics, workloads
+from shared.measure.metrics import MEASURES, Measure
+from shared.measure.runner import params_of, run_engine
 
-from . import metrics, rows, workloads
-from .metrics import MEASURES, Measure
+from . import rows
 from .options import Parser, add_stages, number, sizes, whole
 from .results import Report
-from .runner import params_of, run_engine
 from .session import Session, fresh
 
 CURVE, HIGHEST = "goodput", "highest rate"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from shared.measure.workloads import WORKLOADS
+
 from . import rows
 from .options import Parser, sizes, whole
 from .results import Report
 from .session import Session
-from .workloads import WORKLOADS
 
 TABLE = "ladder"
 COLUMNS = (

@@ -18,9 +18,9 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from shared.demo_episode import seconds
-from shared.demo_plot import Panel, height_of_gaps, paint_gaps
-from shared.picture import CHATS, THEMES, Theme, draw, halo, legend, log_axis, plain
+from shared.draw.gaps import Panel, height_of_gaps, paint_gaps
+from shared.draw.picture import CHATS, THEMES, Theme, draw, halo, legend, log_axis, plain
+from shared.measure.episode import seconds
 
 from .options import Parser
 from .results import load, place, short

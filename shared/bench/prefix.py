@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from shared import load_stage
+from shared.measure import metrics, workloads
+from shared.measure.agreement import first_difference
+from shared.measure.metrics import MEASURES, Measure
+from shared.measure.runner import run_engine
+from shared.measure.workloads import Workload
 
-from . import bookkeeping, metrics, rows, workloads
-from .agreement import first_difference
-from .metrics import MEASURES, Measure
+from . import bookkeeping, rows
 from .options import Parser, sizes, whole
 from .results import Report
-from .runner import run_engine
 from .session import Session
-from .workloads import Workload
 
 QUESTIONS = "(a) questions about one document"
 UNSHARED = "(b) nothing in common"

@@ -35,9 +35,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared import files
-
-from .metrics import MEASURES, Measure
+from shared.engine import files
+from shared.measure.metrics import MEASURES, Measure
 
 FORMAT = "mini-vllm-bench"
 VERSION = 1

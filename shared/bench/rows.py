@@ -9,13 +9,18 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from shared import baselines
+from shared.measure import baselines, metrics
+from shared.measure.agreement import NEAR_TIE, Agreement
+from shared.measure.runner import (
+    Run,
+    run_engine,
+    run_generate_batch,
+    run_one_by_one,
+    run_static_batches,
+)
+from shared.measure.workloads import Workload
 
-from . import metrics
-from .agreement import NEAR_TIE, Agreement
-from .runner import Run, run_engine, run_generate_batch, run_one_by_one, run_static_batches
 from .session import Session, fresh
-from .workloads import Workload
 
 NAIVE = "naive, no KV cache"
 CACHED = "generate, one by one"

@@ -22,12 +22,13 @@ from rich.progress import (
 )
 
 from shared import SamplingParams, load_stage
-from shared.memory import bytes_per_block
-from shared.models import LoadedModel, ModelShape, inspect_model, load_model
+from shared.engine.memory import bytes_per_block
+from shared.engine.model_shape import ModelShape
+from shared.measure.workloads import read_text
+from shared.models import LoadedModel, inspect_model, load_model
 
 from .options import base_name
 from .results import Report
-from .workloads import read_text
 
 
 class Session:

@@ -4,9 +4,9 @@
 the same process, on engines of the same options, three streams and prompts of at most two thirds of
 the long one's length, one after another. No step of the predicted runs is in the fit.
 
-(b) to (e) use the roofline of a GPU and a model's shape (`shared.roofline`), with stages 03 and 04:
-(b) many streams and one long prompt; (c) hours of traffic on one GPU; (d) a fleet of replicas whose
-requests share documents, by router; (e) goodput by arrival rate.
+(b) to (e) use the roofline of a GPU and a model's shape (`shared.measure.roofline`), with stages 03
+and 04: (b) many streams and one long prompt; (c) hours of traffic on one GPU; (d) a fleet of
+replicas whose requests share documents, by router; (e) goodput by arrival rate.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import time
 from typing import Any
 
 from shared import RequestOutput
-from shared.roofline import GPUS, ModelSize, Roofline
-from shared.simulator import Fitted, SimulatedEngine, StepTime
-from shared.trace import StepRecord
+from shared.engine.trace import StepRecord
+from shared.measure import metrics, workloads
+from shared.measure.fleet import prefix_aware, round_robin, run_fleet
+from shared.measure.metrics import MEASURES, Measure
+from shared.measure.roofline import GPUS, ModelSize, Roofline
+from shared.measure.runner import Run, run_engine
+from shared.measure.simulator import Fitted, SimulatedEngine, StepTime
+from shared.measure.workloads import Passages, Workload, WorkloadRequest
 
-from . import goodput, metrics, rows, stall, workloads
-from .fleet import prefix_aware, round_robin, run_fleet
-from .metrics import MEASURES, Measure
+from . import goodput, rows, stall
 from .options import Parser, number, sizes, whole
 from .results import Report
-from .runner import Run, run_engine
 from .session import Session
-from .workloads import Passages, Workload, WorkloadRequest
 
 PREDICTION = "(a) predicted and measured"
 STREAMS = "(b) streams and a long prompt"
@@ -71,7 +72,9 @@ def add_options(parser: Parser) -> None:
     names = ("a", "b", "c", "d", "e")
     parser.add_argument("--parts", nargs="+", choices=names, default=list(names))
     parser.add_argument("--gpu", choices=tuple(GPUS), default="h100", help="of (b) to (e)")
-    parser.add_argument("--shape", default="llama-3.1-8b", help="of (b) to (e), see shared/configs")
+    parser.add_argument(
+        "--shape", default="llama-3.1-8b", help="of (b) to (e), see shared/models/configs"
+    )
     parser.add_argument("--streams", type=whole(1, 4096), help="of (b), default 128")
     parser.add_argument("--prompt", type=whole(64, 100_000), help="of (b), tokens, default 8192")
     parser.add_argument("--replicas", type=whole(1, 256), default=16, help="of (d), default 16")

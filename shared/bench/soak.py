@@ -35,8 +35,8 @@ import torch
 from rich.console import Console
 
 from shared import RequestOutput, SamplingParams, load_stage
+from shared.engine.outputs import Request
 from shared.models import LoadedModel, load_model
-from shared.outputs import Request
 
 from .options import Parser, add_stages, whole
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from shared import SamplingParams
+from shared.measure import metrics, workloads
+from shared.measure.metrics import Measure
+from shared.measure.runner import Run, run_engine
 
-from . import metrics, rows, workloads
-from .metrics import Measure
+from . import rows
 from .options import Parser, add_stages, number, sizes, whole
 from .results import Report
-from .runner import Run, run_engine
 from .session import Session, fresh
 
 TABLE = "stall"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import rows, stall, workloads
-from .metrics import MEASURES, Measure
+from shared.measure import workloads
+from shared.measure.metrics import MEASURES, Measure
+
+from . import rows, stall
 from .options import Parser, sizes, whole
 from .session import Session
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from shared.measure.workloads import chat
+
 from . import rows
 from .options import Parser, add_stages, sizes, whole
 from .results import Report
 from .session import Session
-from .workloads import chat
 
 TABLE = "throughput"
 COLUMNS = ("output_tok_s", "total_tok_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_max", "kv_waste")

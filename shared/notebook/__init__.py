@@ -17,9 +17,9 @@ from transformers.utils import logging
 
 from shared.bench import results
 from shared.bench.attention import timed
-from shared.demo_episode import DOCUMENT, Arrival, Episode, build_arrivals, serve
+from shared.engine.trace import Trace
+from shared.measure.episode import DOCUMENT, Arrival, Episode, build_arrivals, serve
 from shared.models import LoadedModel, load_model
-from shared.trace import Trace
 
 __all__ = [
     "DOCUMENT",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.checks import check_options
+from shared.engine.checks import check_options
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class EngineConfig:
         max_num_seqs: sequences that may hold blocks at the same time.
         max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
-        memory_utilization: share of memory that `num_blocks=None` may use, see `shared.memory`.
+        memory_utilization: share of memory that `num_blocks=None` may use (`shared.engine.memory`).
     """
 
     block_size: int = 16

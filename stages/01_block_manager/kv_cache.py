@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shared.models import ModelShape
+from shared.engine.model_shape import ModelShape
 
 
 class KVCache:

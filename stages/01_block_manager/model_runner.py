@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.memory import choose_num_blocks
+from shared.engine.memory import choose_num_blocks
 from shared.models import inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata

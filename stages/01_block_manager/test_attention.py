@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.models import ModelShape
+from shared.engine.model_shape import ModelShape
 from tests.kernels.cases import GRID, Case, assert_close, pairwise, slots_of
 from tests.kernels.cases import attend as dense_attention
 

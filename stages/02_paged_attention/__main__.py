@@ -2,7 +2,7 @@
 
 import sys
 
-from shared.cli import main
+from shared.programs.cli import main
 
 from .engine import LLMEngine
 

@@ -31,7 +31,7 @@ class AttentionMetadata:
         block_tables: int32 `[n, max_blocks]`, padded with zeros.
         num_decodes: how many slices at the front have one row.
         max_query_len, max_context_len: at least the largest; they size the kernels' grids.
-        kernels: the backend's module, see `shared.backends`.
+        kernels: the backend's module, see `shared.engine.backends`.
     """
 
     kv_cache: KVCache

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.backends import load_kernels
-from shared.memory import choose_num_blocks
+from shared.engine.backends import load_kernels
+from shared.engine.memory import choose_num_blocks
 from shared.models import inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata

@@ -1,7 +1,7 @@
 """The engine: takes requests, drives scheduler and model runner, hands out tokens.
 
 Knows no tensor: what the runner computes goes to the sampler unopened. What is no stage's subject
-(ids, outputs, `generate`, `stream`) is in `shared.engine_base`.
+(ids, outputs, `generate`, `stream`) is in `shared.engine.base`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import time
 
-from shared.engine_base import EngineBase, Prompt
+from shared.engine.base import EngineBase, Prompt
+from shared.engine.sampler import Sampler
+from shared.engine.sampling_params import SamplingParams
 from shared.models import load_model
-from shared.sampler import Sampler
-from shared.sampling_params import SamplingParams
 
 from .block_manager import BlockManager
 from .config import EngineConfig

@@ -1,7 +1,7 @@
 """The engine: takes requests, drives scheduler and model runner, hands out tokens.
 
 Knows no tensor: what the runner computes goes to the sampler unopened. What is no stage's subject
-(ids, outputs, `generate`, `stream`) is in `shared.engine_base`.
+(ids, outputs, `generate`, `stream`) is in `shared.engine.base`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 
-from shared.engine_base import EngineBase, Prompt
+from shared.engine.base import EngineBase, Prompt
+from shared.engine.sampler import Sampler
+from shared.engine.sampling_params import SamplingParams
+from shared.engine.step_time import StepTimeModel
 from shared.models import load_model
-from shared.sampler import Sampler
-from shared.sampling_params import SamplingParams
-from shared.step_time import StepTimeModel
 
 from .block_manager import BlockManager
 from .config import EngineConfig

@@ -758,7 +758,7 @@ def test_K6_a_chunk_of_one_token_is_no_decode(
 
 def test_target_step_ms_shortens_late_chunks(stage: ModuleType) -> None:
     """Time = 1 ms + 10 us a token + 2 ns a token of context; the target is 5 ms a step."""
-    from shared.step_time import StepTimeModel, work
+    from shared.engine.step_time import StepTimeModel, work
 
     scheduler = make_scheduler(stage, num_blocks=600, block_size=16, max_prefill_chunk_size=512)
     scheduler.step_time = StepTimeModel(target=5e-3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.backends import BACKENDS
+from shared.engine.backends import BACKENDS
 
 from .helpers import MakeEngine, expect, greedy, make_prompt, run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.tiny import build_tiny_model
+from shared.models.tiny import build_tiny_model
 from tests.reference import reference_tokens
 
 from .helpers import (

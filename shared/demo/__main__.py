@@ -1,0 +1,213 @@
+"""The decode stall, and how it goes: the same traffic through stage 03 and stage 04.
+
+Four chats are streaming when a document of about 3,000 tokens arrives. `python -m shared.demo`
+serves that with one stage after the other on one model, live in the terminal, and ends with a
+table and a picture. `--plain`, or output that goes to no terminal, prints a line per event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from shared.bench.options import whole
+from shared.engine.sampling_params import SamplingParams
+from shared.programs.program import finish
+from shared.stages import STAGES, load_stage
+
+if TYPE_CHECKING:
+    from shared.measure.episode import Arrival, Episode
+    from shared.models import LoadedModel
+
+BLOCK_SIZE = 16
+MIN_DOCUMENT = 200
+
+
+class OutOfRange(ValueError):
+    """An option that only the loaded model could judge."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Returns:
+        The exit code: 0; 1 if something failed or the stages' texts differ; 2 if the command line
+        is wrong; 130 after Ctrl-C.
+    """
+    args = build_parser().parse_args(argv)
+    return finish(lambda: run(args), usage_errors=OutOfRange)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The demo's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shared.demo",
+        description="Four chats are streaming when a long document arrives: watch them wait, "
+        "stage by stage.",
+    )
+    parser.add_argument(
+        "--stages",
+        type=int,
+        nargs="+",
+        choices=list(STAGES),
+        default=[3, 4],
+        help="which, one after the other (default 3 4)",
+    )
+    parser.add_argument("--model", default="smollm2", help="a name, a hub name or a folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument(
+        "--chunk",
+        type=whole(16, 8192),
+        default=256,
+        help="most prompt tokens in a step of stage 04 (default 256)",
+    )
+    parser.add_argument(
+        "--document-tokens",
+        type=whole(MIN_DOCUMENT, 100_000),
+        help="about how long the document is (default 3000, or what the model has room for)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole(16, 10_000), default=112, help="of each chat (default 112)"
+    )
+    parser.add_argument("--plain", action="store_true", help="a line per event, for logs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/demo"), help="folder of the picture (build/demo)"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, show and compare, as the options say; returns the exit code.
+
+    Raises:
+        OutOfRange: the model has no room for the lengths that were asked for.
+    """
+    plain = args.plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+    console = Console(color_system=None, force_terminal=False) if plain else Console()
+    args.out.mkdir(parents=True, exist_ok=True)  # fails now if it must, not after minutes
+
+    # 1. One model and one traffic for all stages. Imported late: wrong options are told at once.
+    print(f"loading {args.model} ...", flush=True)
+    from transformers.utils.logging import disable_progress_bar
+
+    from shared.draw.gaps import plot_gaps
+    from shared.measure.episode import first_difference, serve
+    from shared.models import load_model
+
+    from .view import LiveView, PlainView, results
+
+    disable_progress_bar()
+    loaded = load_model(args.model, device=args.device, dtype="float32")
+    arrivals = prepare(loaded, args)
+
+    # 2. The stages, one after the other.
+    episodes: list[Episode] = []
+    for number in args.stages:
+        label = f"stage {number:02d}"
+        print(f"warming up {label} ...", flush=True)
+        engine = make_engine(number, loaded, arrivals, args.chunk)
+        warm_up(engine, arrivals, args.chunk)
+        title = (load_stage(number).__doc__ or label).splitlines()[0]
+        before = {e.label: e.longest_gap.seconds for e in episodes}
+        view = (PlainView if plain else LiveView)(console, engine, title, arrivals, before)
+        with view:
+            episodes.append(
+                serve(engine, arrivals, label, title.split(":")[0], view.arrived, view.stepped)
+            )
+        del engine, view  # the KV cache goes before the next one comes
+
+    # 3. What came of it.
+    difference = first_difference(episodes)
+    console.print(results(episodes, caption(episodes, difference, loaded.model.device)))
+    path = (args.out / "decode-stall.png").resolve()
+    plot_gaps(episodes, path)
+    print(f"picture: {path}")
+    if difference:
+        print(f"error: the texts differ: {difference}", file=sys.stderr)
+    return int(difference is not None)
+
+
+def prepare(loaded: LoadedModel, args: argparse.Namespace) -> list[Arrival]:
+    """The requests, with lengths that the model has room for.
+
+    Raises:
+        OutOfRange: it has no room for what was asked.
+    """
+    from shared.measure.episode import SUMMARY_TOKENS, build_arrivals, task_tokens
+    from shared.models import inspect_model
+
+    model, tokenizer = loaded
+    context = inspect_model(model).max_model_len
+    room = context - task_tokens(tokenizer) - SUMMARY_TOKENS
+    document_tokens = min(3000, room) if args.document_tokens is None else args.document_tokens
+    if not MIN_DOCUMENT <= document_tokens <= room:
+        raise OutOfRange(
+            f"argument --document-tokens: this model's context of {context} tokens allows "
+            f"{MIN_DOCUMENT} to {room}, got {document_tokens}"
+        )
+    arrivals = build_arrivals(tokenizer, document_tokens, args.max_tokens)
+    room = context - max(len(a.prompt_token_ids) for a in arrivals if not a.is_document)
+    if args.max_tokens > room:
+        raise OutOfRange(
+            f"argument --max-tokens: this model's context of {context} tokens allows "
+            f"16 to {room}, got {args.max_tokens}"
+        )
+    return arrivals
+
+
+def make_engine(number: int, loaded: LoadedModel, arrivals: Sequence[Arrival], chunk: int) -> Any:
+    """An engine with blocks for everything, so that nothing is preempted."""
+    lengths = [len(a.prompt_token_ids) + a.max_tokens for a in arrivals]
+    options = {
+        "block_size": BLOCK_SIZE,
+        "num_blocks": sum(-(-length // BLOCK_SIZE) for length in lengths),
+        "max_num_batched_tokens": max(8192, *lengths),
+    }
+    if number == 4:
+        options["max_prefill_chunk_size"] = chunk
+    return load_stage(number).LLMEngine(loaded, **options)
+
+
+def warm_up(engine: Any, arrivals: Sequence[Arrival], chunk: int) -> None:
+    """Compile kernels and touch memory, outside of what is measured.
+
+    A decode, a prefill of a bit more than a chunk beside it, and no trace of it in the cache.
+    """
+    chat, document = arrivals[0].prompt_token_ids, arrivals[-1].prompt_token_ids
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.add_request(chat, params)
+    for _ in range(3):
+        engine.step()
+    engine.add_request(document[: chunk + BLOCK_SIZE], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    if hasattr(engine, "reset_prefix_cache"):
+        engine.reset_prefix_cache()
+
+
+def caption(episodes: Sequence[Episode], difference: str | None, device: Any) -> str:
+    """What must be known of the numbers: whether the work was the same, and where it was done."""
+    import torch
+
+    said = []
+    if difference:
+        said.append(f"The texts DIFFER: {difference}.")
+    elif len(episodes) > 1:
+        stages = "both stages" if len(episodes) == 2 else f"all {len(episodes)} stages"
+        said.append(f"The texts of all five requests are the same in {stages}.")
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    else:
+        machine = f"CPU threads: {torch.get_num_threads()}"
+    said.append(f"Greedy, float32, {machine}, torch {torch.__version__}.")
+    return " ".join(said)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

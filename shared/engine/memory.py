@@ -1,0 +1,72 @@
+"""How many blocks of KV cache a machine has room for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+
+from .model_shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+# Share of memory that may be used unless told otherwise: on CUDA of the whole device, from which
+# weights and activations go off; on CPU of what is available, as other programs live there, too.
+DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.25}
+
+
+def bytes_per_block(shape: ModelShape, block_size: int) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
+    return block_size * per_token * shape.dtype.itemsize
+
+
+def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None]) -> int:
+    """`config.num_blocks`, or as many as fit in memory and all seats together could fill.
+
+    Args:
+        config: a stage's `EngineConfig` with its `max_model_len` known.
+        profile: runs the largest forward that can come; called on CUDA only, where the memory
+            that it takes at its peak is not there for the cache.
+
+    Raises:
+        ValueError: there is no room for one block, or never for so many.
+    """
+    block_bytes = bytes_per_block(shape, config.block_size)
+    if config.num_blocks:
+        total = _total_memory(shape.device)
+        if config.num_blocks * block_bytes > total:
+            raise ValueError(
+                f"num_blocks {config.num_blocks} with block_size {config.block_size} take "
+                f"{config.num_blocks * block_bytes} bytes; {shape.device} has {total}"
+            )
+        return config.num_blocks
+    share = config.memory_utilization or DEFAULT_UTILIZATION[shape.device.type]
+    if shape.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(shape.device)
+        profile()
+        peak = torch.cuda.max_memory_allocated(shape.device)
+        torch.cuda.empty_cache()
+        budget = int(_total_memory(shape.device) * share) - peak
+    else:
+        budget = int(psutil.virtual_memory().available * share)
+    useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)
+    num_blocks = min(useful, budget // block_bytes)
+    if num_blocks < 1:
+        raise ValueError(f"no memory for one block of {block_bytes} bytes: {budget} bytes left")
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB (%.0f %% of memory may be used: %.2f GiB)",
+        *(num_blocks, config.block_size, num_blocks * block_bytes / 2**30),
+        *(100 * share, budget / 2**30),
+    )
+    return num_blocks
+
+
+def _total_memory(device: torch.device) -> int:
+    """Bytes, whether they are in use or not."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total

@@ -1,0 +1,128 @@
+"""The command line of every stage: prompts in, streamed text out.
+
+Takes the engine class; its options come from the stage's own `EngineConfig`, so that a stage
+which adds an option has it on the command line, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from shared.engine.prompts import chat_prompt
+from shared.engine.sampling_params import SamplingParams
+
+from .live import LiveAnswers
+from .program import finish, log_to_stderr
+
+
+def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
+    """Run one engine on the prompts of the command line.
+
+    Returns:
+        The exit code: 0, 1 if something failed, 2 if the command line is wrong, 130 after Ctrl-C.
+    """
+    config_class = sys.modules[engine_class.__module__].EngineConfig
+    parser = build_parser(config_class, f"python -m {engine_class.__module__.rpartition('.')[0]}")
+    args = parser.parse_args(argv)
+    options = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(config_class)
+        if getattr(args, field.name) is not None
+    }
+    try:
+        params = SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            max_tokens=args.max_tokens,
+            stop=args.stop,
+        )
+        config_class(**options)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    if args.trace and not Path(args.trace).resolve().parent.is_dir():
+        parser.error(f"--trace {args.trace}: its folder does not exist")
+
+    def program() -> int:
+        log_to_stderr(logging.INFO)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        args.prompts = [sys.stdin.read() if p == "-" else p for p in args.prompts]
+        engine = engine_class(args.model, device=args.device, dtype=args.dtype, **options)
+        return run(engine, args, params)
+
+    return finish(program)
+
+
+def run(engine: Any, args: argparse.Namespace, params: SamplingParams) -> int:
+    """Stream the answers to all prompts at once, then write what was asked for."""
+    prompts = args.prompts
+    if not args.raw:
+        prompts = [chat_prompt(engine.tokenizer, prompt) for prompt in prompts]
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    failed = False
+    if len(ids) == 1:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                print(output.new_text, end="", flush=True)
+                failed |= output.finish_reason == "error"
+        print(flush=True)
+    else:
+        titles = [prompt.strip().partition("\n")[0] for prompt in args.prompts]
+        with LiveAnswers(titles) as answers:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    index = ids.index(output.request_id)
+                    answers.update(index, output.text, output.finish_reason)
+                    failed |= output.finish_reason == "error"
+    if args.stats:
+        for name, value in engine.stats().items():
+            print(f"{name:>16}  {value}", file=sys.stderr)
+    if args.trace is not None:
+        engine.trace.save_chrome(args.trace)
+        print(f"trace: {args.trace} (open it at ui.perfetto.dev)", file=sys.stderr)
+    return int(failed)
+
+
+def build_parser(config_class: Any, prog: str) -> argparse.ArgumentParser:
+    """The options that all stages share, and one for each field of `config_class`."""
+    parser = argparse.ArgumentParser(prog=prog, description="Answer prompts, streamed.")
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text; - reads it from stdin")
+    parser.add_argument("--model", default="smollm2", help="a name, a hub name or a folder")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--stop", action="append", help="end before this text; may be repeated")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
+    parser.add_argument("--stats", action="store_true", help="print the engine's counts at the end")
+    group = parser.add_argument_group("engine")
+    hints, texts = get_type_hints(config_class), attribute_docs(config_class)
+    for field in dataclasses.fields(config_class):
+        flag = "--" + field.name.replace("_", "-")
+        text = texts.get(field.name, "") + f" (default {field.default})"
+        text = text.replace("%", "%%")
+        if hints[field.name] is bool:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=None, help=text)
+        else:
+            kind = next((t for t in (int, float) if str(t.__name__) in str(hints[field.name])), str)
+            group.add_argument(flag, type=kind, help=text)
+    return parser
+
+
+def attribute_docs(cls: Any) -> dict[str, str]:
+    """The texts under `Attributes:` in a class's docstring, by name."""
+    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

@@ -1,0 +1,1 @@
+"""Recording the traces that the site shows (`python -m shared.record`)."""

@@ -1,0 +1,1 @@
+"""What checks the code: doors, diffs between stages, planted faults."""

@@ -1,0 +1,1 @@
+"""What sets up: the virtual environment, a folder to build a stage in."""

@@ -1,0 +1,251 @@
+"""Tables and bars on the site, from the JSON files that `python -m shared.bench` writes.
+
+No measured number is typed into a page. Each table and figure has the machine, the versions and the
+date of its run below it. A file that is not there is an error.
+
+Knows the format of the files (see `shared.bench.results`), not how they were measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shared.bench.results import load as load_results
+from shared.bench.results import place, short
+from tools.site.sources import ROOT, DocsError
+from tools.site.svg import Canvas
+
+FOLDER = ROOT / "docs" / "assets" / "bench"
+NOWHERE: Mapping[str, Any] = {}
+
+
+def load(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    """One result file, checked. Raises DocsError if it is missing or not what it should be."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        raise DocsError(f"no results {path.name}; make them with python -m shared.bench")
+    try:
+        content = load_results(path)
+    except ValueError as error:
+        raise DocsError(str(error)) from error
+    if not content["complete"]:
+        raise DocsError(f"{path.name} is of a run that was interrupted")
+    if content["failures"]:
+        raise DocsError(f"{path.name} is of a run that failed: {content['failures'][0]}")
+    return content
+
+
+def provenance(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
+    """On what, with what, when and how: the line below every measured number."""
+    versions, where = results["versions"], place(results["machine"], words["cores"])
+    packages = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "numba") if name in versions
+    )
+    when = str(results["date"])[:10]
+    return (
+        f"{words['measured_on']} {escape(where)}; {escape(packages)}; {when}; "
+        f"{words['commit']} {escape(str(results['commit']))}: "
+        f"<code>{escape(results['command'])}</code>"
+    )
+
+
+def pick(
+    results: Mapping[str, Any],
+    table: str,
+    rows: Sequence[str] = (),
+    where: Mapping[str, Any] = NOWHERE,
+) -> list[dict[str, Any]]:
+    """The rows of one table: all, or the named ones, with the parameters `where`.
+
+    Raises DocsError if there is no such table or row.
+    """
+    found = [row for row in results["rows"] if row["table"] == table]
+    if not found:
+        tables = dict.fromkeys(row["table"] for row in results["rows"])
+        raise DocsError(
+            f"{results['benchmark']}: no table {table!r}, there are {', '.join(tables)}"
+        )
+    found = [row for row in found if where.items() <= row["params"].items()]
+    if not found:
+        raise DocsError(f"{results['benchmark']}, {table}: no row with {dict(where)}")
+    missing = set(rows) - {row["name"] for row in found}
+    if missing:
+        raise DocsError(f"{results['benchmark']}, {table}: no rows {sorted(missing)}")
+    return [row for row in found if not rows or row["name"] in rows]
+
+
+def median(
+    results: Mapping[str, Any],
+    table: str,
+    column: str,
+    row: str,
+    where: Mapping[str, Any] = NOWHERE,
+) -> float:
+    """One number of a table."""
+    return float(pick(results, table, [row], where)[0]["values"][column]["median"])
+
+
+def ratio(
+    results: Mapping[str, Any],
+    table: str,
+    column: str,
+    row: str,
+    other: str,
+    where: Mapping[str, Any] = NOWHERE,
+) -> str:
+    """How many times the one row's median is the other's, with one decimal."""
+    one, two = (median(results, table, column, name, where) for name in (row, other))
+    return f"{one / two:.1f}"
+
+
+def results_table(
+    results: Mapping[str, Any],
+    table: str,
+    columns: Sequence[str],
+    words: Mapping[str, str],
+    rows: Sequence[str] = (),
+    caption: str = "",
+    where: Mapping[str, Any] = NOWHERE,
+) -> str:
+    """One table of a result file, as HTML in a figure with its provenance.
+
+    What is the same in all its rows has no column: parameters in `where`, and the name of a sweep.
+    """
+    chosen = pick(results, table, rows, where)
+    params = list(dict.fromkeys(key for row in chosen for key in row["params"] if key not in where))
+    named = not params or len({row["name"] for row in chosen}) > 1
+    for column in columns:
+        if column not in results["columns"]:
+            raise DocsError(f"{results['benchmark']}: no column {column!r}")
+    heads = [*([""] if named else []), *params]
+    for column in columns:
+        measure = results["columns"][column]
+        unit = f" ({measure['unit']})" if measure["unit"] else ""
+        heads.append(f"{measure['title']}{unit}")
+    body = []
+    for row in chosen:
+        cells = [escape(row["name"])] if named else []
+        cells += [_param(row["params"].get(p, "")) for p in params]
+        for column in columns:
+            value = row["values"].get(column)
+            cells.append("–" if value is None else short(value["median"]))
+        body.append(cells)
+    return _table(heads, body, f"{caption} {provenance(results, words)}")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+    """A table in a figure. Cells are HTML already, heads are text."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        f'<figure class="fig measured"><div class="md-typeset__scrollwrap"><div '
+        f'class="md-typeset__table"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div></div><figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _param(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else escape(str(value))
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+
+def stall_picture(
+    results: Mapping[str, Any], rows: Sequence[str], words: Mapping[str, str], caption: str = ""
+) -> str:
+    """Tokens of the streams over time, for each of `rows`, with the long request's prefill.
+
+    Raises:
+        DocsError: the file has no series of a row.
+    """
+    missing = [row for row in rows if row not in results["series"]]
+    if missing:
+        raise DocsError(f"{results['benchmark']}: no series {missing}")
+    runs = [results["series"][row]["requests"] for row in rows]
+    streams = [name for name in runs[0] if name != "long"]
+    end = 1.25 * max(run["long"]["token_times"][0] for run in runs)
+    start = -0.18 * end
+    left, right, height = 96, 690, 38 + 18 * (len(streams) + 1)
+    canvas = Canvas(700, len(rows) * height + 26)
+
+    def x(seconds: float) -> float:
+        return left + (seconds - start) / (end - start) * (right - left)
+
+    for panel, (row, run) in enumerate(zip(rows, runs, strict=True)):
+        top = panel * height + 16
+        canvas.text(0, top, row, "strong")
+        bottom = top + 18 * (len(streams) + 1) + 8
+        first = run["long"]["token_times"][0]
+        canvas.rect(x(0), top + 8, x(first) - x(0), bottom - top - 8, "doc", opacity=0.16)
+        for i, name in enumerate([*streams, "long"]):
+            y = top + 20 + 18 * i
+            canvas.text(0, y + 4, name, "small muted")
+            canvas.line(left, y, right, y, "free", 1.5)
+            for t in run[name]["token_times"]:
+                if start <= t <= end:
+                    canvas.circle(x(t), y, 3.2, "doc" if name == "long" else "ABCD"[i % 4])
+    bottom = len(rows) * height + 2
+    step = _round_step((end - start) / 5)
+    for n in range(int(start / step), int(end / step) + 1):
+        canvas.line(x(n * step), bottom, x(n * step), bottom + 5, "line")
+        canvas.text(x(n * step), bottom + 18, f"{n * step:g} s", "small muted", "middle")
+    caption = caption or words["stall_picture"]
+    return (
+        f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas">'
+        f"{canvas.svg(re.sub(r'<[^>]+>', '', caption))}</div><figcaption>{caption} "
+        f"{provenance(results, words)}</figcaption></figure>\n"
+    )
+
+
+def _round_step(value: float) -> float:
+    """1, 2 or 5 times a power of ten, not below `value`."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return float(next(m * power for m in (1, 2, 5, 10) if m * power >= value))
+
+
+def picture(name: str, alt: str, caption: str = "", page: str = "", folder: Path = FOLDER) -> str:
+    """A picture that `python -m shared.bench plots` drew, light or dark as the reader has it.
+
+    Args:
+        name: of its files, before "-light.png".
+        alt: what is to be seen, for those who do not see it.
+        page: where the page lies below `docs`.
+
+    Raises:
+        DocsError: a variant is not there.
+    """
+    lines = []
+    for variant in ("light", "dark"):
+        path = folder / f"{name}-{variant}.png"
+        if not path.is_file():
+            raise DocsError(
+                f"no picture {path.name}; python -m shared.bench plots --out docs/assets/bench"
+            )
+        url = f"{'../' * page.count('/')}assets/bench/{path.name}#only-{variant}"
+        lines.append(f"![{' '.join(alt.split())}]({url}){{ loading=lazy }}\n")
+    figure = '<figure class="fig picture" markdown>'
+    caption = f"<figcaption markdown>{caption}</figcaption>\n\n" if caption else ""
+    return f"\n{figure}\n\n" + "\n".join(lines) + f"\n{caption}</figure>\n"
+
+
+def claims(results: Mapping[str, Any], words: Mapping[str, str]) -> str:
+    """What the project says about itself, beside what was measured."""
+    rows = [
+        [
+            escape(claim["text"]),
+            f"{'≥' if claim['at_least'] else '≤'} {claim['limit']:g}",
+            short(claim["value"]),
+            words["yes" if claim["holds"] else "no"],
+        ]
+        for claim in results["claims"]
+    ]
+    if not rows:
+        raise DocsError(f"{results['benchmark']}: no claims")
+    heads = [words[key] for key in ("claim", "limit", "measured", "holds")]
+    return _table(heads, rows, provenance(results, words))

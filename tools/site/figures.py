@@ -1,0 +1,722 @@
+"""The drawings of the course, each made from what the code does when the site is built.
+
+Pools, queues and timelines are drawn from runs of the running example (`docs_example`); captions
+and labels come from `docs/_data/words.LOCALE.yml`, where the numbers have names. A drawing returns
+its canvas and those numbers.
+
+Knows the bookkeeping of the stages and shapes; no model, no time.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from shared.measure.roofline import GPUS
+from tools.site import sources as docs_code
+from tools.site import example
+from tools.site.sources import DocsError
+from tools.site.svg import Canvas
+
+Words = Mapping[str, str]
+Drawing = tuple[Canvas, dict[str, Any]]
+
+NAMES = [*example.CHATS, example.DOCUMENT]
+CELL = 40
+
+
+def html(text: str) -> str:
+    """Plain text with `code`, *emphasis* and **strong**, as HTML on one line."""
+    text = escape(" ".join(text.split()), quote=False)
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", text)
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)
+
+
+def figure(name: str, words: Mapping[str, Words]) -> str:
+    """A drawing with its caption, as HTML on one line. Raises DocsError if it is not known."""
+    if name not in FIGURES:
+        raise DocsError(f"no figure {name!r}; there are {', '.join(FIGURES)}")
+    if name not in words:
+        raise DocsError(f"figure {name!r} has no words")
+    canvas, values = FIGURES[name](words[name])
+    caption = words[name]["caption"].format(**{**example.facts(), **values})
+    plain = re.sub(r"[`*]", "", " ".join(caption.split()))
+    return (
+        f'\n<figure class="fig" data-search-exclude><div class="fig__canvas">{canvas.svg(plain)}'
+        f"</div><figcaption>{html(caption)}</figcaption></figure>\n"
+    )
+
+
+def _owner_of(tables: Mapping[str, list[int]]) -> dict[int, list[tuple[str, int]]]:
+    """Block -> (owner, logical block) for each table that holds it."""
+    owners: dict[int, list[tuple[str, int]]] = {}
+    for name, table in tables.items():
+        for i, block in enumerate(table):
+            owners.setdefault(block, []).append((name, i))
+    return owners
+
+
+def _legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]]) -> None:
+    for colour, words in entries:
+        canvas.rect(x, y - 10, 12, 12, colour, stroke="line" if colour == "free" else "")
+        canvas.text(x + 17, y, words, "small muted")
+        x += 30 + 6.6 * len(words)
+
+
+def _label(name: str, words: Words) -> str:
+    return words["document"] if name == example.DOCUMENT else f"{words['chat']} {name}"
+
+
+# --- chapter 0 --------------------------------------------------------------------------------
+
+
+def stall(words: Words) -> Drawing:
+    """Tokens of the chats as they come out, with whole prompts and with chunks."""
+    first, last, fixed = 8, 22, 45
+    canvas = Canvas(700, 362)
+    left, right = 74, 690
+    scale = None
+    for panel, (stage, title) in enumerate([(3, words["whole"]), (4, words["chunks"])]):
+        top = 20 + panel * 180
+        steps = [s for s in example.run(stage) if s.index >= first][: last - first]
+        if scale is None:
+            scale = (right - left) / sum(fixed + s.num_tokens for s in steps)
+        canvas.text(0, top, title, "strong")
+        for row, name in enumerate(NAMES):
+            y = top + 24 + row * 21
+            canvas.text(0, y + 4, _label(name, words), "small muted")
+            canvas.line(left, y, right, y, "free", 2)
+        x = float(left)
+        bottom = top + 24 + len(NAMES) * 21
+        for step in steps:
+            width = (fixed + step.num_tokens) * scale
+            if x + width > right + 1:
+                break
+            prefill = step.tokens_of(example.DOCUMENT) > 1
+            canvas.rect(x + 0.5, bottom - 4, width - 1, 14, "doc" if prefill else "line", radius=1)
+            if prefill and width > 40:
+                n = step.tokens_of(example.DOCUMENT)
+                canvas.text(x + width / 2, bottom + 25, f"{n:,}", "small muted", "middle")
+            for row, name in enumerate(NAMES):
+                if name in step.sampled:
+                    canvas.circle(x + width, top + 24 + row * 21, 4.2, name)
+            x += width
+        canvas.text(0, bottom + 7, words["steps"], "small muted")
+    return canvas, {}
+
+
+def roofline(words: Words) -> Drawing:
+    """What a step of so many tokens can reach on a GPU whose numbers are public."""
+    gpu = GPUS["h100"]
+    ridge = gpu.flops / gpu.bandwidth
+    canvas = Canvas(640, 270)
+    left, right, top, bottom = 66, 620, 24, 214
+    low, high = 0.0, 13.0  # log2 of tokens
+
+    def x(tokens: float) -> float:
+        return left + (np.log2(tokens) - low) / (high - low) * (right - left)
+
+    def y(share: float) -> float:
+        decades = np.log10(share) / 3  # from 0.1 % to 100 %
+        return top - decades * (bottom - top)
+
+    for share in (1, 0.1, 0.01):
+        canvas.line(left, y(share), right, y(share), "free")
+        canvas.text(left - 8, y(share) + 4, f"{100 * share:g} %", "small muted", "end")
+    canvas.line(left, bottom, right, bottom, "line")
+    for tokens in (1, 4, 16, 64, 256, 1024, 4096):
+        canvas.text(x(tokens), bottom + 18, f"{tokens:,}", "small muted", "middle")
+    canvas.text((left + right) / 2, bottom + 42, words["x"], "small muted", "middle")
+    canvas.path(
+        f"M{x(1):.1f} {y(1 / ridge):.1f}L{x(ridge):.1f} {y(1):.1f}L{right} {y(1):.1f}", "text", 2
+    )
+    points = [
+        (4, "A", words["decode"]),
+        (256, "doc", words["chunk"]),
+        (1500, "doc", words["prompt"]),
+    ]
+    for tokens, colour, label in points:
+        share = min(1, tokens / ridge)
+        canvas.circle(x(tokens), y(share), 6, colour)
+        if share < 1:  # right of the line, which rises
+            canvas.text(x(tokens) + 12, y(share) + 14, label, "small")
+        else:
+            canvas.text(x(tokens), y(share) - 11, label, "small", "middle")
+    return canvas, {"ridge": f"{ridge:.0f}", "decode_share": f"{100 * 4 / ridge:.1f} %"}
+
+
+# --- chapter 1 --------------------------------------------------------------------------------
+
+
+def _pool(canvas: Canvas, top: float, tables: Mapping[str, list[int]], num_blocks: int) -> None:
+    """The pool as a grid: each block with the name and logical number of its owner."""
+    owners, columns = _owner_of(tables), 16
+    for block in range(num_blocks):
+        x, y = 4 + block % columns * CELL, top + block // columns * 27
+        held = owners.get(block, [])
+        title = f"block {block}: " + (", ".join(f"{n} {i}" for n, i in held) or "free")
+        if not held:
+            canvas.rect(x + 1, y + 1, CELL - 2, 25, "free", title=title)
+            canvas.text(x + CELL / 2, y + 17, block, "small muted", "middle")
+            continue
+        name, i = held[0]
+        canvas.rect(x + 1, y + 1, CELL - 2, 25, name if len(held) == 1 else "shared", title=title)
+        label = f"{name[0] if name in example.CHATS else ''}{i}"
+        label = f"×{len(held)}" if len(held) > 1 else label
+        canvas.text(x + CELL / 2, y + 17, label, "small on", "middle")
+
+
+def pool_before(words: Words) -> Drawing:
+    """Stage 01's pool when the document arrives."""
+    step = example.before_document(1)
+    canvas = Canvas(648, 256)
+    _legend(
+        canvas,
+        4,
+        16,
+        [*((n, f"{words['chat']} {n}") for n in example.CHATS), ("free", words["free"])],
+    )
+    _pool(canvas, 30, step.tables, example.NUM_BLOCKS)
+    return canvas, {"free": step.num_free_blocks}
+
+
+def table_to_pool(words: Words) -> Drawing:
+    """Chat A: logical blocks, its table, and where they lie."""
+    step = example.before_document(1)
+    table, cached = step.tables["A"], step.cached["A"]
+    canvas = Canvas(680, 214)
+    canvas.text(4, 18, words["logical"], "small muted")
+    size, block_width = example.BLOCK_SIZE, 160
+    for i, _ in enumerate(table):
+        x = 6.0 + i * (block_width + 8)
+        filled = min(size, cached - i * size)
+        for slot in range(size):
+            colour = "A" if slot < filled else "free"
+            canvas.rect(x + slot * 10, 28, 9, 24, colour, radius=1)
+        words_of = f"{i * size} .. {min(cached, (i + 1) * size) - 1}"
+        canvas.text(x + block_width / 2, 68, words_of, "small muted", "middle")
+    canvas.text(4, 196, words["physical"], "small muted")
+    shown = max(max(table) for table in step.tables.values()) + 1
+    width = 668 / shown
+    owners = _owner_of(step.tables)
+    for block in range(shown):
+        name = owners[block][0][0] if block in owners else "free"
+        x = 6 + block * width
+        opacity = 1 if name == "A" else 0.35
+        canvas.rect(x, 142, width - 2, 30, name, opacity=opacity)
+        canvas.text(x + width / 2 - 1, 162, block, "small on" if name == "A" else "small", "middle")
+    for i, block in enumerate(table):
+        x1, x2 = 6 + i * (block_width + 8) + block_width / 2, 6 + (block + 0.5) * width - 1
+        canvas.path(f"M{x1:.1f} 76C{x1:.1f} 112 {x2:.1f} 102 {x2:.1f} 138", "line", 1.4, arrow=True)
+    return canvas, {"table": str(table), "cached": cached, "last": cached - (len(table) - 1) * size}
+
+
+def slots(words: Words) -> Drawing:
+    """Token indices of chat A around the end of a block, with the slots that they are stored in."""
+    step = example.before_document(1)
+    table, size = step.tables["A"], example.BLOCK_SIZE
+    first, count = 44, 11
+    found = example.rooms(1).block_manager.slot_mapping(table, first, count, size)
+    canvas = Canvas(640, 128)
+    rows = [words["token"], words["block"], words["offset"], words["slot"]]
+    for row, label in enumerate(rows):
+        canvas.text(4, 24 + row * 30, label, "small muted")
+    for i, slot in enumerate(found):
+        t, x = first + i, 112 + i * 48
+        values = [t, f"[{t // size}] = {table[t // size]}", t % size, slot]
+        for row, cell in enumerate(values):
+            strong = row == 3
+            canvas.rect(x, 6 + row * 30, 45, 26, "A" if strong else "soft", opacity=1)
+            canvas.text(x + 22.5, 24 + row * 30, cell, "small on" if strong else "small", "middle")
+    return canvas, {"before": found[3], "after": found[4]}
+
+
+def waste(words: Words) -> Drawing:
+    """What four chats take if each reserves its longest possible length, and with blocks."""
+    facts = example.facts()
+    longest = int(example.OPTIONS["max_model_len"])
+    reserved = longest * len(example.CHATS)
+    canvas = Canvas(640, 122)
+    scale = 500 / reserved
+    rows = [(words["reserve"], reserved), (words["blocks"], facts["before_slots"])]
+    for row, (label, slots_taken) in enumerate(rows):
+        y = 12 + row * 46
+        canvas.text(4, y + 19, label, "small")
+        canvas.rect(130, y, slots_taken * scale, 28, "free", stroke="line")
+        canvas.rect(130, y, facts["before_tokens"] * scale, 28, "A")
+        canvas.text(
+            136 + slots_taken * scale if row else 160,
+            y + 19,
+            f"{slots_taken:,} {words['slots']}",
+            "small",
+        )
+    _legend(
+        canvas,
+        130,
+        114,
+        [("A", f"{words['used']}: {facts['before_tokens']}"), ("free", words["unused"])],
+    )
+    share = 100 * (1 - facts["before_tokens"] / reserved)
+    return canvas, {
+        "reserved": f"{reserved:,}",
+        "share": f"{share:.0f} %",
+        "longest": f"{longest:,}",
+    }
+
+
+def _step_grid(stage: int, first: int, last: int, words: Words) -> Canvas:
+    """Steps from left to right, sequences from top to bottom; a cell is the tokens of a slice."""
+    steps = example.run(stage)[first : last + 1]
+    width, left = 42, 92
+    canvas = Canvas(left + width * len(steps) + 4, 28 + 26 * len(NAMES) + 26)
+    canvas.text(4, 18, words["step"], "small muted")
+    for i, step in enumerate(steps):
+        x = left + i * width
+        canvas.text(x + width / 2, 18, step.index, "small muted", "middle")
+        for row, name in enumerate(NAMES):
+            y = 28 + row * 26
+            tokens = step.tokens_of(name)
+            if tokens == 0:
+                canvas.rect(x + 1, y, width - 2, 24, "free", opacity=0.55)
+                continue
+            canvas.rect(x + 1, y, width - 2, 24, name, opacity=1 if tokens > 1 else 0.72)
+            canvas.text(x + width / 2, y + 16, f"{tokens:,}", "small on", "middle")
+        canvas.text(
+            x + width / 2,
+            28 + 26 * len(NAMES) + 17,
+            f"{step.num_tokens:,}",
+            "small muted",
+            "middle",
+        )
+    for row, name in enumerate(NAMES):
+        canvas.text(4, 45 + row * 26, _label(name, words), "small")
+    canvas.text(4, 45 + 26 * len(NAMES), words["total"], "small muted")
+    return canvas
+
+
+def steps_1(words: Words) -> Drawing:
+    """The first steps of the running example on stage 01."""
+    return _step_grid(1, 0, 13, words), {}
+
+
+# --- chapter 2 --------------------------------------------------------------------------------
+
+
+def gather(words: Words) -> Drawing:
+    """Stage 01 copies blocks together; stage 02 reads them where they are."""
+    step = example.before_document(1)
+    table = step.tables["C"]
+    shown = 20
+    canvas = Canvas(680, 226)
+    width = 548 / shown
+    owners = _owner_of(step.tables)
+
+    def pool(y: float) -> None:
+        for block in range(shown):
+            name = owners[block][0][0] if block in owners else "free"
+            canvas.rect(
+                124 + block * width, y, width - 2, 26, name, opacity=1 if name == "C" else 0.3
+            )
+            style = "small on" if name == "C" else "small"
+            canvas.text(124 + (block + 0.5) * width - 1, y + 17, block, style, "middle")
+
+    canvas.text(4, 20, words["gather"], "strong")
+    canvas.text(4, 52, words["pool"], "small muted")
+    pool(34)
+    canvas.text(4, 110, words["copy"], "small muted")
+    for i, block in enumerate(table):
+        x1, x2 = 124 + (block + 0.5) * width - 1, 260 + (i + 0.5) * (width + 14)
+        canvas.path(f"M{x1:.1f} 62C{x1:.1f} 80 {x2:.1f} 74 {x2:.1f} 90", "line", 1.3, arrow=True)
+        canvas.rect(260 + i * (width + 14), 92, width + 12, 26, "C")
+        canvas.text(x2, 109, block, "small on", "middle")
+    canvas.text(260 + len(table) * (width + 14) + 12, 109, words["sdpa"], "small code")
+    canvas.text(4, 156, words["paged"], "strong")
+    canvas.text(4, 188, words["pool"], "small muted")
+    pool(170)
+    for block in table:
+        x = 124 + (block + 0.5) * width - 1
+        canvas.line(x, 212, x, 199, "line", 1.3, arrow=True)
+    canvas.text(4, 218, words["kernel"], "small code")
+    return canvas, {"table": str(table), "tokens": step.cached["C"]}
+
+
+def _cut_evenly() -> Callable[..., Any]:
+    """The function of the CPU kernel that shares the work out, without Numba around it."""
+    path = "stages/02_paged_attention/paged_attention_cpu.py"
+    node = docs_code.definitions(path)["_cut_evenly"]
+    assert isinstance(node, ast.FunctionDef)
+    node.decorator_list = []
+    scope: dict[str, Any] = {"np": np}
+    exec(compile(ast.Module([node], []), path, "exec"), scope)
+    return scope["_cut_evenly"]
+
+
+def split_kv(words: Words) -> Drawing:
+    """The blocks of all decodes in a row, cut evenly among workers."""
+    step = example.run(1)[example.ARRIVALS[example.DOCUMENT] + 1]
+    names = [name for name, _, _ in step.slices]
+    context = np.array([step.cached[name] for name in names], np.int32)
+    workers = 4
+    starts, cuts = _cut_evenly()(context, example.BLOCK_SIZE, workers)
+    canvas = Canvas(680, 132)
+    scale = 668 / starts[-1]
+    for b, name in enumerate(names):
+        x = 6 + starts[b] * scale
+        for i in range(starts[b], starts[b + 1]):
+            canvas.rect(6 + i * scale, 34, scale - 0.8, 28, name, radius=1)
+        label = words["document"] if name == example.DOCUMENT else name
+        middle = x + (starts[b + 1] - starts[b]) * scale / 2
+        canvas.text(middle, 24, label, "small", "middle")
+    for w in range(workers):
+        x1, x2 = 6 + cuts[w] * scale, 6 + cuts[w + 1] * scale
+        canvas.path(f"M{x1 + 1:.1f} 70v8H{x2 - 1:.1f}v-8", "line", 1.4)
+        canvas.text((x1 + x2) / 2, 96, f"{words['worker']} {w}", "small muted", "middle")
+        canvas.text(
+            (x1 + x2) / 2,
+            113,
+            f"{cuts[w + 1] - cuts[w]} {words['blocks']}",
+            "small muted",
+            "middle",
+        )
+    doc = int(starts[-1] - starts[-2])
+    return canvas, {"total": int(starts[-1]), "doc": doc, "contexts": ", ".join(map(str, context))}
+
+
+# --- chapter 3 --------------------------------------------------------------------------------
+
+
+def chain(words: Words) -> Drawing:
+    """The hashes of the first blocks of chats A and B."""
+    manager = example.rooms(3).block_manager
+    keeper = example.Bookkeeper(3)
+    canvas = Canvas(660, 186)
+    size = example.BLOCK_SIZE
+    for row, name in enumerate("AB"):
+        tokens = example.prompt(name)
+        sequence = example.rooms(3).sequence.Sequence(name, tokens, 1)
+        blocks = len(tokens) // size
+        for i in range(blocks):  # fills sequence.block_hashes as a lookup does
+            keeper.block_manager._content(sequence, i, list(range(blocks)))
+        y = 20 + row * 100
+        canvas.text(4, y + 32, f"{words['chat']} {name}", "small")
+        for i, content_hash in enumerate(sequence.block_hashes):
+            x = 72 + i * 212
+            same = i * size + size <= example.SYSTEM_TOKENS
+            canvas.rect(x, y, 152, 52, "shared" if same else name)
+            start, end = i * size, i * size + size - 1
+            canvas.text(x + 76, y + 21, f"{words['tokens']} {start} .. {end}", "small on", "middle")
+            canvas.text(x + 76, y + 40, content_hash.hex()[:10] + "…", "code on", "middle")
+            if i:
+                canvas.line(x - 58, y + 26, x - 2, y + 26, "line", 1.4, arrow=True)
+                canvas.text(x - 31, y + 18, words["parent"], "small muted", "middle")
+    assert manager.hash_block  # the function that the page embeds
+    return canvas, {}
+
+
+def refs(words: Words) -> Drawing:
+    """Stage 03's pool when the document arrives: shared blocks once."""
+    step = example.before_document(3)
+    canvas = Canvas(648, 94)
+    entries = [*((n, f"{words['chat']} {n}") for n in example.CHATS), ("shared", words["shared"])]
+    _legend(canvas, 4, 16, [*entries, ("free", words["free"])])
+    _pool(canvas, 30, step.tables, 32)
+    return canvas, {"held": step.num_held, "held_1": example.facts()["before_blocks"]}
+
+
+def free_queue(words: Words) -> Drawing:
+    """The free queue after chats A and B have finished, next to be reused on the left."""
+    keeper = example.Bookkeeper(3, num_blocks=12)
+    keeper.add("A", example.prompt("A"), 4)
+    keeper.step()
+    keeper.add("B", example.prompt("B"), 4)
+    labels: dict[int, str] = {}
+    while keeper.scheduler.has_unfinished():
+        step = keeper.step()
+        for name, table in step.tables.items():
+            for i, block in enumerate(table):
+                full = (i + 1) * example.BLOCK_SIZE <= step.cached[name]
+                shared = (i + 1) * example.BLOCK_SIZE <= example.SYSTEM_TOKENS
+                labels[block] = ("S" if shared else name) + str(i) if full else "part"
+    manager = keeper.block_manager
+    canvas = Canvas(660, 112)
+    canvas.text(4, 18, words["next"], "small muted")
+    canvas.text(656, 18, words["last"], "small muted", "end")
+    for i, block in enumerate(manager._free):
+        x = 4 + i * 54.4
+        published = block in manager._contents
+        colour = {"S": "shared", "A": "A", "B": "B"}.get(labels.get(block, "")[:1], "free")
+        colour = colour if published else "free"
+        canvas.rect(x, 28, 50, 44, colour)
+        canvas.text(
+            x + 25,
+            47,
+            f"{words['block']} {block}",
+            "small on" if published else "small muted",
+            "middle",
+        )
+        label = labels.get(block, words["never"]) if published else words["nothing"]
+        canvas.text(x + 25, 63, label, "small on" if published else "small muted", "middle")
+    _legend(
+        canvas,
+        4,
+        100,
+        [
+            ("shared", words["system"]),
+            ("A", words["of_a"]),
+            ("B", words["of_b"]),
+            ("free", words["empty"]),
+        ],
+    )
+    return canvas, {}
+
+
+def steps_3(words: Words) -> Drawing:
+    """The same steps on stage 03."""
+    return _step_grid(3, 0, 13, words), {}
+
+
+# --- chapter 4 --------------------------------------------------------------------------------
+
+
+def steps_4(words: Words) -> Drawing:
+    """The document's chunks on stage 04."""
+    return _step_grid(4, 6, 19, words), {}
+
+
+def states(words: Words) -> Drawing:
+    """The state machine of stage 04."""
+    canvas = Canvas(700, 322)
+    boxes = {
+        "WAITING": (10, 118, 110, "free"),
+        "PREFILLING": (258, 118, 130, "doc"),
+        "RUNNING": (578, 118, 110, "A"),
+        "FINISHED": (578, 268, 110, "shared"),
+    }
+    for name, (x, y, w, colour) in boxes.items():
+        canvas.rect(x, y, w, 38, colour, stroke="line", radius=6)
+        style = "strong" if name == "WAITING" else "strong on"
+        canvas.text(x + w / 2, y + 24, name, style, "middle")
+    canvas.line(120, 130, 256, 130, "line", 1.5, arrow=True)
+    canvas.text(188, 122, words["first"], "small muted", "middle")
+    canvas.line(388, 137, 576, 137, "line", 1.5, arrow=True)
+    canvas.text(482, 129, words["last"], "small muted", "middle")
+    canvas.path("M70 118C120 16 560 16 626 116", "line", 1.5, arrow=True)
+    canvas.text(348, 32, words["one"], "small muted", "middle")
+    canvas.path("M305 118C292 78 354 78 341 116", "line", 1.5, arrow=True)
+    canvas.text(323, 80, words["more"], "small muted", "middle")
+    canvas.path("M258 146H122", "warn", 1.3, dashed=True, arrow=True)
+    canvas.path("M600 156C580 206 150 206 106 158", "warn", 1.3, dashed=True, arrow=True)
+    canvas.text(436, 210, words["preempted"], "small", "middle", fill="warn")
+    canvas.line(652, 156, 652, 266, "line", 1.5, arrow=True)
+    canvas.text(646, 240, words["ends"], "small muted", "end")
+    canvas.path("M60 156C60 276 260 292 576 292", "line", 1.3, dashed=True, arrow=True)
+    canvas.path("M290 156C290 250 380 280 576 280", "line", 1.3, dashed=True, arrow=True)
+    canvas.text(300, 316, words["abort"], "small muted", "middle")
+    return canvas, {}
+
+
+def between(words: Words) -> Drawing:
+    """Which tokens attend to which: whole prefill, chunk, decode."""
+    canvas = Canvas(680, 246)
+    n, cell = 12, 14
+    panels = [(words["prefill"], 0, 12), (words["chunk"], 4, 8), (words["decode"], 11, 12)]
+    for p, (title, first, last) in enumerate(panels):
+        left, top = 30 + p * 222, 48
+        canvas.text(left + n * cell / 2, 20, title, "strong", "middle")
+        for q in range(n):
+            for k in range(n):
+                inside = first <= q < last
+                if not inside:
+                    canvas.rect(
+                        left + k * cell, top + q * cell, cell - 1.5, cell - 1.5, "free", opacity=0.4
+                    )
+                elif k > q:
+                    canvas.rect(left + k * cell, top + q * cell, cell - 1.5, cell - 1.5, "free")
+                else:
+                    colour = "doc" if k >= first else "shared"
+                    canvas.rect(left + k * cell, top + q * cell, cell - 1.5, cell - 1.5, colour)
+        canvas.text(left - 6, top + (first + last) / 2 * cell + 4, words["q"], "small muted", "end")
+        canvas.text(left + n * cell / 2, top - 8, words["k"], "small muted", "middle")
+    _legend(
+        canvas,
+        30,
+        238,
+        [("doc", words["own"]), ("shared", words["earlier"]), ("free", words["hidden"])],
+    )
+    return canvas, {}
+
+
+def chunk_boundary(words: Words) -> Drawing:
+    """Block size 16, chunk size 1,000: the block in which one chunk ends and the next goes on."""
+    size, chunk, count = 16, 1000, 18
+    block, offset = chunk // size, chunk % size
+    table = list(range(200, 200 + 2 * chunk // size + 1))  # any table will do
+    mapping = example.rooms(4).block_manager.slot_mapping
+    assert mapping(table, chunk, 1, size) == [table[block] * size + offset]
+    canvas = Canvas(676, 172)
+    left, width, first = 8, 36.5, chunk - 10
+
+    def x(t: int) -> float:
+        return left + (t - first) * width
+
+    canvas.text(left, 16, words["ends"], "small")
+    canvas.text(x(chunk), 16, words["begins"], "small")
+    for t in range(first, first + count):
+        canvas.rect(x(t), 26, width - 2, 28, "A" if t < chunk else "doc")
+        canvas.text(x(t) + width / 2 - 1, 44, t, "small on", "middle")
+        canvas.text(x(t) + width / 2 - 1, 70, t % size, "small muted", "middle")
+    for b in (block - 1, block):
+        x1 = x(max(b * size, first))
+        x2 = x(min((b + 1) * size, first + count)) - 2
+        canvas.path(f"M{x1:.1f} 80v8H{x2:.1f}v-8", "line", 1.4)
+        canvas.text((x1 + x2) / 2, 106, f"{words['block']} {b}", "small", "middle")
+    canvas.text(left, 138, words["right"].format(t=chunk, block=block, offset=offset), "small")
+    canvas.text(left, 161, words["wrong"].format(t=chunk), "small", fill="warn")
+    return canvas, {"block": block, "offset": offset, "last_offset": (chunk - 1) % size}
+
+
+def occupancy(words: Words) -> Drawing:
+    """Blocks held, step by step: chunk by chunk, and the whole prompt at once."""
+    first = example.ARRIVALS[example.DOCUMENT] - 2
+    runs = [(example.run(4), "doc"), (example.run(4, reserve_full_prompt=True), "shared")]
+    last = max(index for index, _, _ in example.chunks(runs[0][0], example.DOCUMENT)) + 2
+    canvas = Canvas(640, 240)
+    left, right, top, bottom = 50, 626, 30, 196
+
+    def x(index: float) -> float:
+        return left + (index - first) / (last + 1 - first) * (right - left)
+
+    def y(blocks: float) -> float:
+        return bottom - blocks / example.NUM_BLOCKS * (bottom - top)
+
+    for blocks in (0, 32, 64, 96, 128):
+        canvas.line(left, y(blocks), right, y(blocks), "free")
+        canvas.text(left - 8, y(blocks) + 4, blocks, "small muted", "end")
+    for index in range(first, last + 1):
+        canvas.text(x(index + 0.5), bottom + 18, index, "small muted", "middle")
+    canvas.text((left + right) / 2, bottom + 38, words["x"], "small muted", "middle")
+    for steps, colour in reversed(runs):
+        path = ""
+        for step in steps[first : last + 1]:
+            path += f"{'L' if path else 'M'}{x(step.index):.1f} {y(step.num_held):.1f}"
+            path += f"H{x(step.index + 1):.1f}"
+        canvas.path(path, colour, 2.4)
+    _legend(canvas, left + 4, 20, [("doc", words["chunks"]), ("shared", words["whole"])])
+    at = example.ARRIVALS[example.DOCUMENT]
+    return canvas, {
+        "chunk_free": runs[0][0][at].num_free_blocks,
+        "whole_free": runs[1][0][at].num_free_blocks,
+    }
+
+
+def hit_and_chunks(words: Words) -> Drawing:
+    """12,000 tokens, 8,000 of them cached, chunks of 1,000: run on stage 04."""
+    steps, slices = hit_run()
+    canvas = Canvas(660, 92)
+    left, width, total = 6, 648, 12_000
+    scale = width / total
+    canvas.rect(left, 26, 8000 * scale - 2, 34, "shared")
+    canvas.text(left + 4000 * scale, 47, words["hit"], "small on", "middle")
+    for _, start_pos, n in slices:
+        canvas.rect(left + start_pos * scale, 26, n * scale - 2, 34, "doc")
+        canvas.text(left + (start_pos + n / 2) * scale, 47, f"{n:,}", "small on", "middle")
+    for t in (0, 8000, 10_000, 12_000):
+        anchor = {0: "start", 12_000: "end"}.get(t, "middle")
+        canvas.text(left + t * scale, 78, f"{t:,}", "small muted", anchor)
+    label = words["chunks"].format(chunks=len(slices))
+    canvas.text(left + 10_000 * scale, 17, label, "small muted", "middle")
+    return canvas, {"steps": len(steps)}
+
+
+def hit_run() -> tuple[list[example.Step], list[tuple[int, int, int]]]:
+    """A prompt of 12,000 tokens whose first 8,000 are in the cache, in chunks of 1,000."""
+    keeper = example.Bookkeeper(
+        4,
+        num_blocks=1024,
+        max_num_batched_tokens=8192,
+        max_model_len=16_384,
+        max_prefill_chunk_size=1000,
+    )
+    prefix = list(range(8000))
+    keeper.add("first", prefix, 1)
+    keeper.drain()
+    done = len(keeper.steps)
+    keeper.add("second", [*prefix, *range(20_000, 24_000)], 1)
+    keeper.drain()
+    steps = keeper.steps[done:]
+    return steps, example.chunks(steps, "second")
+
+
+# --- chapter 5, and the whole -----------------------------------------------------------------
+
+
+def measures(words: Words) -> Drawing:
+    """One request's life, with the measures drawn in."""
+    canvas = Canvas(680, 150)
+    y = 64
+    canvas.line(20, y, 664, y, "line", 2)
+    arrival, tokens = 40, [230, 270, 310, 350, 530, 570, 610, 650]
+    canvas.path(f"M{arrival} {y - 14}v28", "text", 2)
+    canvas.text(arrival - 20, y + 34, words["added"], "small")
+    for i, x in enumerate(tokens):
+        canvas.circle(x, y, 6, "A")
+        canvas.text(x, y + 24, i + 1, "small muted", "middle")
+
+    def brace(x1: float, x2: float, top: float, label: str, colour: str) -> None:
+        canvas.path(f"M{x1 + 2} {top + 8}v-8H{x2 - 2}v8", colour, 1.5)
+        canvas.text((x1 + x2) / 2, top - 6, label, "small", "middle")
+
+    brace(arrival, tokens[0], 36, "TTFT", "line")
+    brace(tokens[1], tokens[2], 36, "ITL", "line")
+    brace(tokens[3], tokens[4], 36, words["stall"], "warn")
+    canvas.path(f"M{tokens[0] + 2} 106v8H{tokens[-1] - 2}v-8", "line", 1.5)
+    canvas.text((tokens[0] + tokens[-1]) / 2, 134, words["tpot"], "small", "middle")
+    return canvas, {}
+
+
+def rooms(words: Words) -> Drawing:
+    """The rooms of a stage and the doors between them."""
+    canvas = Canvas(690, 264)
+    canvas.text(8, 18, words["title"], "small muted")
+    canvas.rect(8, 32, 270, 152, "soft", stroke="line", radius=6)
+    canvas.text(143, 52, words["bookkeeping"], "small muted", "middle")
+    canvas.rect(478, 32, 204, 152, "soft", stroke="line", radius=6)
+    canvas.text(580, 52, words["tensors"], "small muted", "middle")
+    boxes = {
+        "sequence": (20, 66, 110, "shared"),
+        "block_manager": (148, 66, 118, "shared"),
+        "scheduler": (148, 134, 118, "shared"),
+        "kv_cache": (524, 66, 112, "shared"),
+        "attention": (524, 134, 112, "shared"),
+        "model_runner": (322, 134, 116, "doc"),
+        "engine": (322, 220, 116, "shared"),
+    }
+    for name, (x, y, width, colour) in boxes.items():
+        canvas.rect(x, y, width, 34, colour, radius=4)
+        canvas.text(x + width / 2, y + 22, name, "code on", "middle")
+    canvas.line(148, 83, 132, 83, "line", 1.4, arrow=True)
+    canvas.line(207, 134, 207, 102, "line", 1.4, arrow=True)
+    canvas.line(580, 134, 580, 102, "line", 1.4, arrow=True)
+    canvas.line(322, 151, 268, 151, "line", 1.4, arrow=True)
+    canvas.line(438, 151, 522, 151, "line", 1.4, arrow=True)
+    canvas.line(380, 220, 380, 170, "line", 1.4, arrow=True)
+    canvas.path("M322 237C250 237 207 224 207 170", "line", 1.4, arrow=True)
+    canvas.text(380, 124, words["meet"], "small muted", "middle")
+    canvas.text(448, 242, words["engine"], "small muted")
+    return canvas, {}
+
+
+FIGURES: dict[str, Callable[[Words], Drawing]] = {
+    drawing.__name__: drawing
+    for drawing in (
+        *(stall, roofline, pool_before, table_to_pool, slots, waste, steps_1, gather, split_kv),
+        *(chain, refs, free_queue, steps_3, steps_4, states, between, chunk_boundary, occupancy),
+        *(hit_and_chunks, measures, rooms),
+    )
+}
