@@ -9,7 +9,7 @@
 # PYTHON=/path/to/python names the interpreter to use. TORCH_INDEX=URL names the index of torch's
 # CPU builds, and TORCH_INDEX= (empty) takes torch from the usual package index on any machine.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 
 step() { printf '\n== %s\n' "$*"; }
