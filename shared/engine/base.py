@@ -6,6 +6,7 @@ has a `scheduler`, a `block_manager`, `add_request` and `_advance`.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from .checks import check_text
 from .outputs import Request, RequestOutput, SampledToken
-from .prompts import encode, eos_token_ids
+from .prompts import encode, eos_token_ids, special_stop_ids
 from .sampling_params import SamplingParams
 from .trace import StepRecord, Trace
 
@@ -72,6 +73,9 @@ class EngineBase:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        if special := special_stop_ids(params.stop or (), self.tokenizer):
+            stop_token_ids = (*(params.stop_token_ids or ()), *sorted(special))
+            params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
         prompt_token_ids = encode(prompt, self.tokenizer, self._vocab_size)
         max_tokens = check(len(prompt_token_ids), params.max_tokens)
         if request_id is None:

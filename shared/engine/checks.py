@@ -39,8 +39,16 @@ def check_options(options: Any, shares: tuple[str, ...] = ()) -> None:
 def check_text(name: str, text: Any) -> None:
     """Raise TypeError if `text` is no string, ValueError if it has half of a surrogate pair."""
     if not isinstance(text, str):
-        raise TypeError(f"{name} must be a string, got {text!r}")
+        raise TypeError(f"{name} must be a string, got {short(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid Unicode: {error.reason}, got {text!a}") from error
+        where = f"character {error.start} of {len(text)} is {text[error.start]!a}"
+        raise ValueError(f"{name} is not valid Unicode: {where}") from error
+
+
+def short(value: Any, most: int = 80) -> str:
+    """`repr(value)` for a message, cut in its middle if it has more than `most` characters."""
+    text = repr(value)
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"

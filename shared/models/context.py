@@ -38,8 +38,34 @@ def context_length(config: Any, windows: list[int], max_model_len: int | None, n
         limits["its context"] = context
     exceeded = [f"{reason} ({limit})" for reason, limit in limits.items() if limit < max_model_len]
     if exceeded:
-        raise ValueError(f"{name}: max_model_len {max_model_len} exceeds {', '.join(exceeded)}")
+        message = f"{name}: max_model_len {max_model_len} exceeds {', '.join(exceeded)}"
+        raise ValueError("; ".join([message, *_why_rotary(config)]))
     return max_model_len
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a config: one set for all layers, or one for each kind of layer."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return [ropes, *(value for value in ropes.values() if isinstance(value, dict))]
+
+
+def _why_rotary(config: Any) -> list[str]:
+    """What a rotary scaling in the config has to do with its limit, a sentence for each kind."""
+    said = {}
+    for rope in _ropes(config):
+        kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+        if "dynamic" in kind or kind == "longrope":
+            said[kind] = (
+                f"rotary scaling {kind!r} changes with the longest sequence of a batch, so one "
+                "long request would change the others' tokens"
+            )
+        elif kind != "default" and factor:
+            said[kind] = (
+                f"rotary scaling {kind!r} by {factor:g} does not raise the limit: the config does "
+                "not say whether max_position_embeddings counts before or after scaling, so set "
+                "it there to the length that the model was trained for"
+            )
+    return list(said.values())
 
 
 def _limits(config: Any, windows: list[int]) -> dict[str, int]:
@@ -61,8 +87,7 @@ def _limits(config: Any, windows: list[int]) -> dict[str, int]:
     if getattr(config, "attn_temperature_tuning", False):
         limits["temperature tuning of attention"] = config.floor_scale - 1
 
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(value for value in ropes.values() if isinstance(value, dict))]:
+    for rope in _ropes(config):
         kind = rope.get("rope_type", "")
         if "dynamic" in kind:
             limits[f"rotary scaling {kind!r}"] = config.max_position_embeddings

@@ -6,6 +6,8 @@ Knows nothing about engines, caches or attention: a stage sets its own attention
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,6 @@ from . import configs
 from .packed_linear import pack_linears as _pack_linears
 from .smollm2 import smollm2_folder
 from .tiny import (
-    ARCHITECTURES,
     BOS_ID,
     EOS_ID,
     PAD_ID,
@@ -24,6 +25,40 @@ from .tiny import (
     tiny_config,
     tiny_tokenizer,
 )
+
+logger = logging.getLogger("mini_vllm")
+
+# Special tokens that end a turn, for GGUF files that do not name theirs. From llama.cpp
+# (src/llama-vocab.cpp, where `special_eot_id` is searched for by its text).
+TURN_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "< EOT >"),
+)
+# Settings of a generation config that change which token comes next, where they change nothing.
+NEUTRAL: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "guidance_scale": None,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -148,18 +183,78 @@ def _from_pretrained(source: str | Path, device: torch.device, dtype: torch.dtyp
             raise ValueError(_unknown(name, "there is no config.json in this folder"))
     elif not os.path.exists(place):
         options["local_files_only"] = not _hub_answers(name)
+    if os.path.isfile(os.path.join(place, "adapter_config.json")):
+        reason = "it has an adapter (adapter_config.json), which would be ignored; merge it first"
+        raise ValueError(_unknown(name, reason))
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
         model, found = AutoModelForCausalLM.from_pretrained(
             place, **weights, **options, output_loading_info=True
         )
+        if "gguf_file" in options:
+            end_turns(model, tokenizer, Path(place) / options["gguf_file"])
     except Exception as error:  # broken files raise whatever the library that reads them does
         reason = str(error).strip().split("\n")[0]
         raise ValueError(_unknown(name, reason or type(error).__name__)) from error
     if missing := sorted(found["missing_keys"]):  # they would be random numbers
         reason = f"{len(missing)} weights are not in its files: {', '.join(missing[:3])}"
         raise ValueError(_unknown(name, reason))
+    if left := [key for key in sorted(found["unexpected_keys"]) if belongs_to(model, key)]:
+        reason = (
+            f"its config leaves {len(left)} of the weights in its files out, and the model would "
+            f"compute something else: {', '.join(left[:3])}"
+        )
+        raise ValueError(_unknown(name, reason))
+    if ignored := generation_settings(model):
+        logger.warning("%s: not used from its generation config: %s", name, ", ".join(ignored))
     return LoadedModel(model.requires_grad_(False).eval(), tokenizer)
+
+
+def end_turns(model: Any, tokenizer: Any, path: Path) -> None:
+    """Let a model from a GGUF file stop at all the ends that the file names.
+
+    Such a file may have an id for the end of a turn (`eot`) or of a message (`eom`) beside the one
+    for the end of the text (`eos`), which is all that transformers reads. If it has no `eot`, one
+    is looked for by its text, as llama.cpp does.
+    """
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    keys = {end: f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")}
+    named = {end: int(fields[key].contents()) for end, key in keys.items() if key in fields}
+    if "eot" not in named:
+        vocabulary = tokenizer.get_vocab()
+        found = [vocabulary[text] for text in TURN_ENDS if text in vocabulary]
+        named |= {"eot": found[0]} if found else {}
+    if "eos" in named:  # transformers 5.17 gives the tokenizer another one
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(named["eos"])
+    if ends := sorted(set(named.values())):
+        model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
+
+
+def belongs_to(model: Any, key: str) -> bool:
+    """Whether a weight that the model has no place for lies inside of a part that it does have.
+
+    A bias of a linear layer without one, a norm that the config switches off, one more layer. The
+    weights of other parts (a vision tower, a reward head) are none of our business, and so are
+    rotary frequencies, which old files keep although they follow from the config.
+    """
+    if key.endswith("inv_freq"):
+        return False
+    parents = {name for name, _ in model.named_modules()} - {"", model.base_model_prefix}
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in parents for n in range(1, len(parts)))
+
+
+def generation_settings(model: Any) -> list[str]:
+    """Settings of the model's generation config that would change tokens, as "top_k=5"."""
+    config = model.generation_config
+    values = {name: getattr(config, name, None) for name in NEUTRAL}
+    return [
+        f"{name}={value}"
+        for name, value in values.items()
+        if value is not None and value != NEUTRAL[name]
+    ]
 
 
 def _hub_answers(name: str) -> bool:
@@ -177,8 +272,9 @@ def _hub_answers(name: str) -> bool:
 
 
 def _unknown(name: str, reason: str) -> str:
+    near = difflib.get_close_matches(name, ["smollm2", "tiny"], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
     return (
-        f"cannot load model {name!r}: {reason} (a model is smollm2, tiny, tiny:ARCH with ARCH of "
-        f"{', '.join(ARCHITECTURES)}, random:NAME with NAME of {', '.join(configs.names())}, "
-        "a folder with safetensors, a .gguf file, or a name on the Hugging Face hub)"
+        f"cannot load model {name!r}: {reason} ({hint}a model is smollm2, tiny, tiny:ARCH, "
+        "random:NAME, a folder, a .gguf file or a name on the Hugging Face hub)"
     )

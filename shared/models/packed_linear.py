@@ -28,6 +28,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        self.train(linear.training)  # else it would be the one part of the model in training mode
         self.bias = None if linear.bias is None else linear.bias.detach()
         # Not a buffer: an opaque tensor has no storage that `state_dict` or `to` could handle.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)

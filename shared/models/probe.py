@@ -94,6 +94,8 @@ def inspect_model(model: Any, max_model_len: int | None = None) -> ModelShape:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name}: encoder-decoder models are not supported")
+    if any(module.training for module in model.modules()):
+        raise UnsupportedModel(f"{name}: is in training mode, with dropout on; call model.eval()")
     for part in ("vision_config", "audio_config"):
         if getattr(config, part, None) is not None:
             raise UnsupportedModel(f"{name}: multimodal models are not supported ({part})")

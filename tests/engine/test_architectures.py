@@ -120,6 +120,21 @@ def test_a_rotary_table_that_depends_on_the_row_limits_the_length(kind, limit):
     assert not torch.allclose(logits, expected, atol=1e-2)
 
 
+def test_why_a_rotary_scaling_does_not_raise_the_limit():
+    for kind in ("linear", "yarn"):
+        rope = {"rope_type": kind, "rope_theta": 10000.0, **ROTARY[kind]}
+        model = build_tiny_model("llama", rope_parameters=rope)
+        with pytest.raises(ValueError, match="2048 exceeds its context") as error:
+            inspect_model(model, 2048)
+        said = f"rotary scaling '{kind}' by 4 does not raise the limit: the config does not say"
+        assert said in str(error.value) and "max_position_embeddings" in str(error.value)
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    with pytest.raises(ValueError, match="changes with the longest sequence of a batch"):
+        inspect_model(build_tiny_model("llama", rope_parameters=rope), 2048)
+    with pytest.raises(ValueError, match=r"its context \(1024\)$"):  # nothing about scaling
+        inspect_model(build_tiny_model("llama"), 2048)
+
+
 def test_a_sliding_window_limits_the_length(caplog):
     model = build_tiny_model("mistral", sliding_window=64)
     with caplog.at_level(logging.WARNING, logger="mini_vllm"):
@@ -310,6 +325,16 @@ class TestTheProbeSeesFaults:
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", biased)
         with pytest.raises(UnsupportedModel, match="other logits than the model's own"):
             inspect_model(build_tiny_model("llama"))
+
+
+@pytest.mark.parametrize("part", ["model", "a layer"])
+def test_a_model_in_training_mode_is_refused(part):
+    """gpt2 has dropout; told as "does not give equal logits" before."""
+    model = build_tiny_model("gpt2")
+    (model if part == "model" else model.transformer.h[1]).train()
+    with pytest.raises(UnsupportedModel, match=r"training mode.*; call model\.eval\(\)"):
+        inspect_model(model)
+    assert inspect_model(model.eval()).num_layers == 2
 
 
 def test_the_probe_reads_the_dtype_of_the_cache():

@@ -11,9 +11,12 @@ import time
 
 import gguf
 import pytest
+import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from shared import SamplingParams, load_stage
+from shared.engine.prompts import eos_token_ids
 from shared.models import configs, inspect_model, load_model, smollm2
 from shared.models.loading import named_config, resolve_device, resolve_dtype
 from shared.models.tiny import (
@@ -67,6 +70,48 @@ class TestDeviceAndDtype:
             resolve_device("gpu")
         with pytest.raises(ValueError, match="'cuda:1': this torch finds no CUDA device"):
             resolve_device("cuda:1")
+
+
+class TestEndOfTurn:
+    """A model ends where its generation config says, and where its tokenizer says, as in vLLM."""
+
+    @pytest.mark.parametrize(
+        ("config", "tokenizer", "expected"),
+        [
+            (2, 2, {2}),
+            (0, 2, {0, 2}),
+            ([0, 7], 2, {0, 2, 7}),
+            (None, 2, {2}),
+            (5, None, {5}),
+            (None, None, set()),
+            (-1, 2, {2}),
+            ([-1, 512, 511], None, {511}),
+        ],
+    )
+    def test_both_count(self, config, tokenizer, expected):
+        model, tokens = build_tiny_model(), tiny_tokenizer()
+        model.generation_config.eos_token_id = config
+        tokens.eos_token = None if tokenizer is None else tokens.convert_ids_to_tokens(tokenizer)
+        assert tokens.eos_token_id == tokenizer
+        assert eos_token_ids(model, tokens) == expected
+        without = {i for i in expected if i != tokenizer or config in (2, [0, 2])}
+        assert eos_token_ids(model, None) == without
+
+    @pytest.mark.parametrize("number", [1, 4])
+    def test_an_engine_stops_at_either(self, number):
+        """The config's end is the tokenizer's padding here: a token of each kind ends a request."""
+        model, tokenizer = build_tiny_model(), tiny_tokenizer()
+        model.generation_config.eos_token_id = PAD_ID
+        for end in (PAD_ID, EOS_ID):
+            engine = load_stage(number).LLMEngine((model, tokenizer), num_blocks=16)
+            sample = engine.sampler.sample
+            engine.sampler.sample = lambda logits, requests, sample=sample, end=end: [
+                token._replace(token_id=end) if len(request.token_ids) == 2 else token
+                for token, request in zip(sample(logits, requests), requests, strict=True)
+            ]
+            params = SamplingParams(temperature=0, max_tokens=9)
+            [output] = engine.generate([[5, 6, 7]], params, use_tqdm=False)
+            assert (output.finish_reason, len(output.token_ids)) == ("stop", 3)
 
 
 class TestTiny:
@@ -189,6 +234,55 @@ class TestFromPretrained:
         with pytest.raises(ValueError, match="cannot load model"):
             load_model(str(folder), "cpu")
 
+    @pytest.mark.parametrize(
+        ("arch", "built", "claimed", "named"),
+        [
+            ("llama", {"attention_bias": True}, {"attention_bias": False}, "k_proj.bias"),
+            ("llama", {"mlp_bias": True}, {"mlp_bias": False}, "down_proj.bias"),
+            ("llama", {"num_hidden_layers": 3}, {"num_hidden_layers": 2}, "model.layers.2."),
+            ("cohere", {"use_qk_norm": True}, {"use_qk_norm": False}, "k_norm.weight"),
+        ],
+    )
+    def test_weights_that_the_config_leaves_out(self, tmp_path, arch, built, claimed, named):
+        """transformers would load the rest, and the model would say something else."""
+        build_tiny_model(arch, **built).save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+        assert load_model(str(tmp_path), "cpu").model.config.model_type == arch
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | claimed))
+        with pytest.raises(ValueError, match=f"leaves .* of the weights .* out.*{named}"):
+            load_model(str(tmp_path), "cpu")
+
+    def test_weights_of_other_parts_do_not_matter(self, folder):
+        path = folder / "model.safetensors"
+        weights = safetensors.torch.load_file(path)
+        for name in ("mtp.layers.0.weight", "score.weight", "model.rotary_emb.inv_freq"):
+            weights[name] = torch.ones(4)
+        safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+        tokens = torch.arange(3, 20)[None]
+        expected = build_tiny_model("qwen3")(tokens).logits
+        assert torch.allclose(load_model(folder, "cpu").model(tokens).logits, expected, atol=1e-4)
+
+    def test_an_adapter_beside_a_model_is_refused(self, folder):
+        (folder / "adapter_config.json").write_text("{}")
+        with pytest.raises(ValueError, match="has an adapter .* would be ignored; merge it first"):
+            load_model(str(folder), "cpu")
+
+    def test_what_is_not_used_of_a_generation_config_is_told(self, folder, caplog):
+        with caplog.at_level(logging.WARNING, logger="mini_vllm"):
+            load_model(str(folder), "cpu")
+            assert caplog.text == ""
+            settings = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 1.0}
+            settings |= {"suppress_tokens": [5, 6], "eos_token_id": 7, "max_length": 99}
+            GenerationConfig(**settings).save_pretrained(folder)
+            model = load_model(str(folder), "cpu").model
+        [record] = caplog.records
+        assert record.message.endswith(
+            ": not used from its generation config: "
+            "do_sample=True, repetition_penalty=1.3, suppress_tokens=[5, 6]"
+        )
+        assert eos_token_ids(model, None) == {7}
+
     @pytest.mark.parametrize("name", ["./where", "~/no/where", "/no/where.gguf", "where.gguf"])
     def test_a_path_that_is_not_there(self, name):
         with pytest.raises(ValueError, match=f"no such file.*: .*{name.removeprefix('~')}"):
@@ -201,7 +295,7 @@ class TestFromPretrained:
         monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
         with pytest.raises(ValueError, match="cannot load model 'nobody/nothing'") as error:
             load_model("nobody/nothing", "cpu")
-        for known in ("no such repository", "smollm2", "tiny:ARCH", "qwen3-0.6b", "Hugging Face"):
+        for known in ("no such repository", "smollm2", "tiny:ARCH", "random:NAME", "Hugging Face"):
             assert known in str(error.value)
         assert "much more" not in str(error.value)
 
@@ -354,8 +448,25 @@ class TestGguf:
     def test_a_gguf_file_by_its_path(self, model, source):
         self.assert_same(load_model(str(source), "cpu", pack_linears=False), model)
 
+    @pytest.mark.parametrize(
+        ("eos", "eot", "expected"),
+        [
+            (PAD_ID, EOS_ID, {PAD_ID, EOS_ID}),
+            (PAD_ID, None, {PAD_ID, EOS_ID}),  # found by its text, <|im_end|>
+            (PAD_ID, 77, {PAD_ID, 77}),
+            (EOS_ID, EOS_ID, {EOS_ID}),
+        ],
+    )
+    def test_a_gguf_file_whose_turns_end_otherwise_than_its_text(
+        self, model, tmp_path, eos, eot, expected
+    ):
+        write_gguf(model, tmp_path / "tiny.gguf", eos, eot)
+        loaded = load_model(tmp_path / "tiny.gguf", "cpu")
+        assert eos_token_ids(*loaded) == expected
+        assert loaded.tokenizer.eos_token_id == eos
 
-def write_gguf(model, path):
+
+def write_gguf(model, path, eos=EOS_ID, eot=None):
     """Write a tied llama and the tiny tokenizer. Rows of Q and K go in llama.cpp's order."""
     config, tokenizer = model.config, tiny_tokenizer()
     writer = gguf.GGUFWriter(path, "llama")
@@ -379,7 +490,9 @@ def write_gguf(model, path):
     writer.add_token_types([special if i < 3 else normal for i in range(len(tokens))])
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(BOS_ID)
-    writer.add_eos_token_id(EOS_ID)
+    writer.add_eos_token_id(eos)
+    if eot is not None:
+        writer.add_eot_token_id(eot)
     writer.add_pad_token_id(PAD_ID)
     writer.add_unk_token_id(PAD_ID)
     writer.add_chat_template(tokenizer.chat_template)
