@@ -78,12 +78,13 @@ def generate_padded(
     padded = [[0] * (width - len(p)) + list(p) for p in prompts]
     mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
     clock = _Clock()
-    token_ids = model.generate(
-        torch.tensor(padded, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        generation_config=_greedy(max(max_tokens)),
-        streamer=clock,
-    )
+    with _neutral(model):
+        token_ids = model.generate(
+            torch.tensor(padded, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            generation_config=_greedy(max(max_tokens)),
+            streamer=clock,
+        )
     rows = token_ids[:, width:].tolist()
     times = clock.times[1:]  # the first call was the prompt's
     return [Generated(row[:n], times[:n]) for row, n in zip(rows, max_tokens, strict=True)]
@@ -151,10 +152,29 @@ def continuous_batching(
             "generate_batch needs a newer transformers: the setup of this one is slow"
         )
     config.num_blocks = 2 * sum(-(-length // config.page_size) for length in lengths)
-    with model.continuous_batching_context_manager(
-        generation_config=_greedy(max_tokens), continuous_batching_config=config, timeout=5
-    ) as manager:
+    with (
+        _neutral(model),
+        model.continuous_batching_context_manager(
+            generation_config=_greedy(max_tokens), continuous_batching_config=config, timeout=5
+        ) as manager,
+    ):
         yield ContinuousBatching(manager)
+
+
+@contextmanager
+def _neutral(model: Any) -> Iterator[None]:
+    """Without the checkpoint's generation config, whose settings `generate()` falls back on.
+
+    A repetition penalty, suppressed tokens and the like would give other tokens than the rows that
+    know nothing of them, and cost time.
+    """
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _greedy(max_tokens: int) -> Any:

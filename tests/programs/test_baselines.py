@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from shared import SamplingParams, load_stage
@@ -63,6 +64,31 @@ def test_padded_batch_cuts_each_row_at_its_own_length(
     stock: Any, expected: list[list[int]]
 ) -> None:
     check(baselines.generate_padded(stock, PROMPTS, MAX_TOKENS), expected)
+
+
+@pytest.fixture
+def opinionated(stock: Any) -> Any:
+    """The model with a generation config that changes what `generate()` says if it is used."""
+    own = stock.generation_config
+    settings = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [7, 8]}
+    settings |= {"do_sample": True, "temperature": 9.0}
+    stock.generation_config = GenerationConfig(**settings, eos_token_id=2, pad_token_id=0)
+    yield stock
+    stock.generation_config = own
+
+
+def test_a_checkpoint_s_generation_config_changes_no_row(
+    opinionated: Any, expected: list[list[int]]
+) -> None:
+    own = opinionated.generation_config
+    inputs = torch.tensor([PROMPTS[0]])
+    used = opinionated.generate(inputs, do_sample=False, max_new_tokens=MAX_TOKENS[0])
+    assert used[0, len(PROMPTS[0]) :].tolist() != expected[0]  # it would
+    check(baselines.generate_padded(opinionated, PROMPTS, MAX_TOKENS), expected)
+    assert opinionated.generation_config is own
+    if hasattr(ContinuousBatchingConfig(), "page_size"):
+        test_continuous_batching_of_transformers(opinionated, expected)
+        assert opinionated.generation_config is own
 
 
 @NEEDS_PAGES
