@@ -12,7 +12,7 @@ from types import ModuleType
 
 from rich.console import Console
 
-from shared.programs.program import finish, log_to_stderr
+from shared.programs.program import Parser, finish, log_to_stderr
 
 from . import options
 from .results import Report
@@ -35,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     modules = {name: importlib.import_module(f"{__package__}.{name}") for name in NAMES}
-    parser = argparse.ArgumentParser(
-        prog="python -m shared.bench", description="Measure what each stage buys."
-    )
+    parser = Parser(prog="python -m shared.bench", description="Measure what each stage buys.")
     commands = parser.add_subparsers(dest="name", metavar="NAME")
     for name, module in modules.items():
         command = commands.add_parser(name, help=first_line(module), description=module.__doc__)

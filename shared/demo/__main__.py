@@ -18,7 +18,7 @@ from rich.console import Console
 
 from shared.bench.options import whole
 from shared.engine.sampling_params import SamplingParams
-from shared.programs.program import finish
+from shared.programs.program import Parser, finish
 from shared.stages import STAGES, load_stage
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return finish(lambda: run(args), usage_errors=OutOfRange)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The demo's options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m shared.demo",
         description="Four chats are streaming when a long document arrives: watch them wait, "
         "stage by stage.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -32,6 +33,23 @@ def save(path: str | Path, content: str | bytes) -> None:
     except BaseException:
         os.unlink(part)
         raise
+
+
+def try_out(path: str | Path) -> None:
+    """Raise the OSError of `save` now, before there is something to lose. Leaves no trace."""
+    path = Path(path).resolve()
+    if path.is_char_device():  # /dev/full is full, /dev/null is not
+        with open(path, "wb", buffering=0) as file:
+            if not file.isatty():
+                file.write(b"\n")
+    elif path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    elif not path.exists() or path.is_file():
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name) as file:
+                file.write(bytes(1 << 16))
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
 def load_json(path: str | Path, format: str, version: int) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from shared.engine import files
 from shared.engine.prompts import chat_prompt
 from shared.engine.sampling_params import SamplingParams
 
 from .live import LiveAnswers
-from .program import finish, log_to_stderr
+from .program import Parser, finish, log_to_stderr
 
 
 def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
@@ -44,21 +45,41 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
             seed=args.seed,
             max_tokens=args.max_tokens,
             stop=args.stop,
+            stop_token_ids=args.stop_token_id,
         )
         config_class(**options)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+    if args.prompts.count("-") > 1:
+        parser.error("- reads one prompt from standard input and can be given once only")
     if args.trace and not Path(args.trace).resolve().parent.is_dir():
         parser.error(f"--trace {args.trace}: its folder does not exist")
 
     def program() -> int:
         log_to_stderr(logging.INFO)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        args.prompts = [sys.stdin.read() if p == "-" else p for p in args.prompts]
+        if args.trace:
+            files.try_out(args.trace)
+        args.prompts = [read_stdin() if p == "-" else p for p in args.prompts]
         engine = engine_class(args.model, device=args.device, dtype=args.dtype, **options)
         return run(engine, args, params)
 
     return finish(program)
+
+
+def read_stdin() -> str:
+    """All of standard input, as text.
+
+    Raises ValueError if there is none, or if it is not text.
+    """
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.object[error.start]:#04x} at {error.start}: {error.reason}"
+        raise ValueError(f"standard input is not {error.encoding}: {wrong}") from error
+    if not text:
+        raise ValueError("standard input is empty or closed, and - reads the prompt from there")
+    return text
 
 
 def run(engine: Any, args: argparse.Namespace, params: SamplingParams) -> int:
@@ -91,26 +112,45 @@ def run(engine: Any, args: argparse.Namespace, params: SamplingParams) -> int:
     return int(failed)
 
 
-def build_parser(config_class: Any, prog: str) -> argparse.ArgumentParser:
+def build_parser(config_class: Any, prog: str) -> Parser:
     """The options that all stages share, and one for each field of `config_class`."""
-    parser = argparse.ArgumentParser(prog=prog, description="Answer prompts, streamed.")
+    parser = Parser(prog=prog, description="Answer prompts, streamed.")
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="text; - reads it from stdin")
     parser.add_argument("--model", default="smollm2", help="a name, a hub name or a folder")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens that together have this share (default 1: from all)",
+    )
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable (default: random)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, help="most tokens of an answer (default 256)"
+    )
     parser.add_argument("--stop", action="append", help="end before this text; may be repeated")
+    parser.add_argument(
+        "--stop-token-id",
+        type=int,
+        action="append",
+        metavar="ID",
+        help="end at this token, beside the model's own end; may be repeated",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
     parser.add_argument("--stats", action="store_true", help="print the engine's counts at the end")
     group = parser.add_argument_group("engine")
     hints, texts = get_type_hints(config_class), attribute_docs(config_class)
     for field in dataclasses.fields(config_class):
         flag = "--" + field.name.replace("_", "-")
-        text = texts.get(field.name, "") + f" (default {field.default})"
+        text = texts.get(field.name, "")
+        if field.default is None:  # on the command line nobody can say None
+            text = text.replace("; None is ", "; by default ")
+            text = text.replace("; None ", "; by default the engine ")
+        else:
+            text += f" (default {field.default})"
         text = text.replace("%", "%%")
         if hints[field.name] is bool:
             action = argparse.BooleanOptionalAction

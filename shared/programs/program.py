@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, NoReturn
 
 EXPECTED = (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 
@@ -41,6 +45,30 @@ def finish(
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         print(f"error: {reason}", file=sys.stderr)
         return 2 if isinstance(error, usage_errors) else 1
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are short: one line of usage, what is wrong, and the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and exit with code 2."""
+        words = re.findall(r"unrecognized arguments: (--?[\w-]+)", message)
+        near = [
+            other for word in words for other in difflib.get_close_matches(word, self._flags(), n=1)
+        ]
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        print(f"usage: {self.prog} ...; --help lists the options", file=sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+    def _flags(self) -> list[str]:
+        """All options, those of the commands included."""
+        flags: list[str] = []
+        for action in self._actions:
+            flags += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                commands: dict[str, Any] = action.choices
+                flags += [flag for command in commands.values() for flag in command._flags()]
+        return flags
 
 
 def _open_streams() -> None:

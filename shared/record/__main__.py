@@ -51,7 +51,7 @@ from shared.engine import files
 from shared.engine.outputs import RequestOutput
 from shared.engine.trace import StepRecord, Trace
 from shared.measure.episode import Arrival, build_arrivals, has
-from shared.programs.program import finish
+from shared.programs.program import Parser, finish
 from shared.stages import load_stage
 
 FORMAT = "mini-vllm-replay"
@@ -278,7 +278,7 @@ def make_engine(model: Any, traffic: str, stage: int, chunk_size: int | None) ->
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Record; return the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m shared.record",
         description="Record the running example for the site's trace viewer, in real time on "
         "this machine. Nothing else should run beside it.",

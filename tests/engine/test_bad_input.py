@@ -1,6 +1,6 @@
 """Whatever is wrong is refused at the door, in one clear line, and leaves nothing half-done.
 
-`pytest tests/engine/test_bad_input.py --list-refusals` lists each bad input with what it was answered.
+`pytest tests/engine/test_bad_input.py --list-refusals` lists each bad input with its answer.
 """
 
 from __future__ import annotations
@@ -454,6 +454,39 @@ def test_a_step_that_has_no_time() -> None:
 @pytest.mark.parametrize("messages", [None, 5, {}, [5], [{}], [{"role": "user"}]])
 def test_what_is_no_conversation(tiny: Any, messages: Any) -> None:
     refused(lambda: chat_prompt(tiny.tokenizer, messages), "messages are text or a list")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "content of a message is text or a list of parts, got None"),
+        (5, "content of a message is text or a list of parts, got 5"),
+        ([], "content of a message is text or a list of parts, got []"),
+        (["hi"], "a part of a message's content has a type, got 'hi'"),
+        ([{"text": "hi"}], "a part of a message's content has a type"),
+        ([{"type": "text"}], "the text of a message's part must be a string, got None"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "got a part 'image_url'"),
+        ([{"type": "text", "text": HALF}], "not valid Unicode"),
+        ("a" * 5000 + HALF, "character 5000 of 5001"),
+    ],
+)
+def test_contents_that_are_no_text(tiny: Any, content: Any, says: str) -> None:
+    refused(lambda: chat_prompt(tiny.tokenizer, [{"role": "user", "content": content}]), says)
+
+
+def test_roles_that_are_none_and_messages_without_a_template(tiny: Any) -> None:
+    messages = [{"role": None, "content": "hi"}]
+    refused(lambda: chat_prompt(tiny.tokenizer, messages), "the role of a message must be a string")
+    refused(lambda: chat_prompt(None, [{"role": "user", "content": "hi"}]), "no chat template")
+    refused(lambda: chat_prompt(tiny.tokenizer, "x" * 10**5 + HALF), "character 100000 of 100001")
+    refused(lambda: chat_prompt(tiny.tokenizer, [{"x": "y" * 10**5}]), "...")
+
+
+def test_text_parts_are_joined(tiny: Any) -> None:
+    """A list of parts used to go into the prompt as Python writes it."""
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]
+    got = chat_prompt(tiny.tokenizer, [{"role": "user", "content": parts}])
+    assert got == chat_prompt(tiny.tokenizer, "hi\nthere")
 
 
 @pytest.mark.parametrize("tokenizer", [None, 5, "tiny", []])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import signal
@@ -99,6 +100,40 @@ def test_stop_strings(call: Callable, answer: Callable, capsys: Any) -> None:
     assert shown == min((text.partition(stop)[0] for stop in stops), key=len) != text
 
 
+def test_stop_tokens(call: Callable, capsys: Any, tiny: Any) -> None:
+    engine = STAGE.LLMEngine(model=tiny, num_blocks=64)
+    prompt = chat_prompt(tiny[1], "hello")
+    params = SamplingParams(temperature=0, max_tokens=30)
+    [output] = engine.generate([prompt], params, use_tqdm=False)
+    first, second = output.token_ids[7], output.token_ids[12]
+    assert call("hello", "--stop-token-id", str(first), "--stop-token-id", str(second)) == 0
+    end = min(output.token_ids.index(first), output.token_ids.index(second))
+    assert capsys.readouterr().out == tiny[1].decode(output.token_ids[:end]) + "\n"
+
+
+def test_a_stop_string_that_is_a_special_token(
+    call: Callable, capsys: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`<|im_start|>` (1) is left out of the text, so it can only be found by its id."""
+    sampler = sys.modules[STAGE.LLMEngine.__module__].Sampler
+    sample = sampler.sample
+
+    def fourth(self: Any, logits: Any, requests: list[Any]) -> list[Any]:
+        tokens = sample(self, logits, requests)
+        if len(requests[0].token_ids) == 3:
+            tokens[0] = tokens[0]._replace(token_id=1)
+        return tokens
+
+    monkeypatch.setattr(sampler, "sample", fourth)
+    caplog.set_level(logging.INFO, logger="mini_vllm")
+    for stop, count in (("<|im_start|>", 4), ("x<|im_start|>", 9)):
+        assert call("hello", "--stop", stop, "--stats", "--max-tokens", "9") == 0
+        err = capsys.readouterr().err
+        assert re.search(rf"generated +{count}\b", err), err
+        [said] = [one.message for one in caplog.records if stop in one.message]
+        assert ("is the special token 1, which ends" if count == 4 else "never in the text") in said
+
+
 def test_stats_and_trace(call: Callable, tmp_path: Any, capsys: Any) -> None:
     file = tmp_path / "trace.json"
     assert call("hello", "--max-tokens", "5", "--stats", "--trace", str(file)) == 0
@@ -139,6 +174,9 @@ def test_engine_options_reach_the_engine(call: Callable) -> None:
     [
         ([], "PROMPT"),
         (["hello", "--nonsense"], "--nonsense"),
+        (["hello", "--max-token", "3", "--temprature", "1"], "(did you mean --temperature?)"),
+        (["-", "hello", "-"], "can be given once only"),
+        (["hello", "--stop-token-id", "<|im_end|>"], "invalid int value"),
         (["hello", "--max-tokens", "many"], "many"),
         (["hello", "--max-tokens", "0"], "max_tokens"),
         (["hello", "--temperature", "-1"], "-1"),
@@ -156,7 +194,7 @@ def test_a_wrong_command_line(call: Callable, capsys: Any, args: list[str], mess
     assert error.value.code == 2
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err
-    assert captured.out == ""
+    assert captured.out == "" and len(captured.err.splitlines()) == 2, captured.err
 
 
 @pytest.mark.parametrize(
@@ -171,20 +209,83 @@ def test_a_wrong_command_line(call: Callable, capsys: Any, args: list[str], mess
         (["hello", "--device", "abacus"], "abacus"),
         (["hello", "--model", "./no/such/folder"], "no/such/folder"),
         (["hello", "--max-tokens", "1", "--trace", "/"], "Is a directory"),
+        (["hello", "--max-tokens", "1", "--trace", "/dev/full"], "No space left on device"),
     ],
 )
 def test_what_cannot_be_done(call: Callable, capsys: Any, args: list[str], message: str) -> None:
-    """Exit code 1 and one line that says why."""
+    """Exit code 1 and one line that says why, before anything is answered."""
     assert call(*args) == 1
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == ""
     assert message in err and "Traceback" not in err
     assert [line for line in err.splitlines() if line.startswith("error: ")], err
 
 
-def test_text_that_is_no_text(call: Callable, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (
+            b"fine until here \xff" + b"x" * 9999,
+            "is not utf-8: byte 0xff at 16: invalid start byte",
+        ),
+        (b"", "standard input is empty or closed"),
+    ],
+)
+def test_a_standard_input_without_a_prompt(
+    call: Callable, capsys: Any, monkeypatch: pytest.MonkeyPatch, stdin: bytes, message: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
     assert call("-") == 1
-    assert capsys.readouterr().err.startswith("error: ")
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err and len(err) < 200
+
+
+def test_a_standard_input_that_is_closed(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert call("-") == 1
+
+
+def test_an_invalid_byte_in_a_long_prompt(call: Callable, capsys: Any) -> None:
+    """As Python hands over an argument that is not UTF-8."""
+    assert call("x" * 5000 + "\udcff") == 1
+    err = capsys.readouterr().err
+    assert "character 5000 of 5001 is '\\udcff'" in err and len(err) < 200
+
+
+def test_a_trace_is_tried_out_before_the_answers_and_leaves_nothing(tmp_path: Path) -> None:
+    from shared.engine import files
+
+    kept = tmp_path / "kept.json"
+    kept.write_text("old")
+    files.try_out(kept)
+    files.try_out(tmp_path / "new.json")
+    files.try_out(os.devnull)
+    assert kept.read_text() == "old" and list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for m in messages %}", "failed: "),
+        ("{{ messages[0]['content'] + 1 }}", "failed: "),
+        ("{{ messages.nothing.at.all }}", "failed: "),
+    ],
+)
+def test_a_chat_template_that_fails(
+    call: Callable, capsys: Any, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    from shared.models.tiny import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        chat_prompt(tokenizer, [{"role": "user", "content": "hi"}])
+    monkeypatch.setattr("shared.models.tiny.CHAT_TEMPLATE", template)
+    assert call("hello") == 1
+    out, err = capsys.readouterr()
+    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert message in line and "Traceback" not in err and out == ""
 
 
 class Broken(STAGE.LLMEngine):
@@ -317,13 +418,15 @@ def test_every_option_of_a_stage_is_on_the_command_line() -> None:
 
         Attributes:
             chunk: how much at once, which takes
-                two lines to say.
+                two lines to say; None is all.
+            size: of the pool; None sizes it.
             share: a part, as in 50 % of it.
             caching: find it again.
             backend: by name.
         """
 
         chunk: int | None = None
+        size: int | None = None
         share: float = 0.5
         caching: bool = True
         backend: str = "auto"
@@ -331,7 +434,11 @@ def test_every_option_of_a_stage_is_on_the_command_line() -> None:
     parser = build_parser(with_hints(EngineConfig), "program")
     text = " ".join(parser.format_help().split())
     for words in (
-        "--chunk CHUNK how much at once, which takes two lines to say. (default None)",
+        "--chunk CHUNK how much at once, which takes two lines to say; by default all.",
+        "--size SIZE of the pool; by default the engine sizes it.",
+        "--max-tokens MAX_TOKENS most tokens of an answer (default 256)",
+        "--seed SEED makes sampling repeatable",
+        "--top-p TOP_P sample from the likeliest tokens",
         "--share SHARE a part, as in 50 % of it. (default 0.5)",
         "--caching, --no-caching find it again. (default True)",
         "--backend BACKEND by name. (default auto)",
