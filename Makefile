@@ -2,7 +2,8 @@
 # is missing, or when what it is made from has changed. Works with GNU make 3.81 and later.
 
 PY := .venv/bin/python
-STAMP := .venv/.installed-
+# A stamp knows which build of torch it was made with, so that a new GPU or driver sets up anew.
+STAMP := .venv/.installed-$(shell tools/setup/venv.sh build)-
 
 # Two targets may need to install into the same .venv, so they take turns, also under `make -j`.
 .NOTPARALLEL:
@@ -31,7 +32,12 @@ $(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAM
 demo: $(STAMP)base ## a real model answers several chats at once, streamed in the terminal
 	@$(PY) -m shared.demo $(ARGS)
 
-start: $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage)
+.PHONY: start-usage
+start-usage: # what is missing is told before anything is installed
+	@test -n "$(STAGE)" && test -n "$(DIR)" || \
+		{ echo "usage: make start STAGE=04 DIR=my_stage" >&2; exit 2; }
+
+start: start-usage $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage)
 	@$(PY) -m tools.setup.start "$(STAGE)" "$(DIR)"
 
 test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
