@@ -8,6 +8,7 @@ table and a picture. `--plain`, or output that goes to no terminal, prints a lin
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,11 @@ def build_parser() -> Parser:
     parser.add_argument("--model", default="smollm2", help="a name, a hub name or a folder")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="auto, float32, bfloat16 or float16 (default auto: float32 on a CPU)",
+    )
+    parser.add_argument(
         "--chunk",
         type=whole(16, 8192),
         default=256,
@@ -97,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from shared.draw.gaps import plot_gaps
-    from shared.measure.episode import first_difference, serve
+    from shared.measure.episode import serve
     from shared.models import load_model
 
     from .view import LiveView, PlainView, results
 
     disable_progress_bar()
-    loaded = load_model(args.model, device=args.device, dtype="float32")
+    loaded = load_model(args.model, device=args.device, dtype=args.dtype)
     arrivals = prepare(loaded, args)
 
     # 2. The stages, one after the other.
@@ -123,14 +129,14 @@ def run(args: argparse.Namespace) -> int:
         del engine, view  # the KV cache goes before the next one comes
 
     # 3. What came of it.
-    difference = first_difference(episodes)
-    console.print(results(episodes, caption(episodes, difference, loaded.model.device)))
+    differences, ties = compare(episodes, loaded.model)
+    console.print(results(episodes, caption(episodes, differences, ties, loaded.model)))
     path = (args.out / "decode-stall.png").resolve()
     plot_gaps(episodes, path)
     print(f"picture: {path}")
-    if difference:
-        print(f"error: the texts differ: {difference}", file=sys.stderr)
-    return int(difference is not None)
+    if differences:
+        print(f"error: the texts differ: {differences[0]}", file=sys.stderr)
+    return int(bool(differences))
 
 
 def prepare(loaded: LoadedModel, args: argparse.Namespace) -> list[Arrival]:
@@ -191,21 +197,45 @@ def warm_up(engine: Any, arrivals: Sequence[Arrival], chunk: int) -> None:
         engine.reset_prefix_cache()
 
 
-def caption(episodes: Sequence[Episode], difference: str | None, device: Any) -> str:
+def compare(episodes: Sequence[Episode], model: Any) -> tuple[list[str], list[str]]:
+    """Where the stages' texts differ, and where they do so at a tie, which rounding explains.
+
+    In 16 bits two logits are often that close, and then the shape of the batch decides.
+    """
+    from shared.measure.agreement import NEAR_TIE, Agreement
+    from shared.measure.baselines import logit_gap
+
+    tolerance = NEAR_TIE[str(model.dtype).removeprefix("torch.")]
+    agreement = Agreement(functools.partial(logit_gap, model), tolerance)
+    differences: list[str] = []
+    ties: list[str] = []
+    for episode in episodes:
+        new_differences, new_ties = agreement.check(episode.label, list(episode.outputs.values()))
+        differences += new_differences
+        ties += new_ties
+    return differences, ties
+
+
+def caption(
+    episodes: Sequence[Episode], differences: Sequence[str], ties: Sequence[str], model: Any
+) -> str:
     """What must be known of the numbers: whether the work was the same, and where it was done."""
     import torch
 
     said = []
-    if difference:
-        said.append(f"The texts DIFFER: {difference}.")
+    stages = "both stages" if len(episodes) == 2 else f"all {len(episodes)} stages"
+    if differences:
+        said.append(f"The texts DIFFER: {differences[0]}.")
+    elif ties:
+        said.append(f"The texts are the same in {stages} until rounding decides a tie: {ties[0]}.")
     elif len(episodes) > 1:
-        stages = "both stages" if len(episodes) == 2 else f"all {len(episodes)} stages"
         said.append(f"The texts of all five requests are the same in {stages}.")
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
+    if model.device.type == "cuda":
+        machine = torch.cuda.get_device_name(model.device)
     else:
         machine = f"CPU threads: {torch.get_num_threads()}"
-    said.append(f"Greedy, float32, {machine}, torch {torch.__version__}.")
+    dtype = str(model.dtype).removeprefix("torch.")
+    said.append(f"Greedy, {dtype}, {machine}, torch {torch.__version__}.")
     return " ".join(said)
 
 

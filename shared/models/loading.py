@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +133,15 @@ def named_config(name: str) -> Any:
 def resolve_device(device: str | torch.device) -> torch.device:
     """The device that `device` names; "auto" is CUDA where there is one, else the CPU."""
     if isinstance(device, str) and device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        if has_nvidia_driver():
+            logger.warning(
+                "this machine has an NVIDIA driver, but torch %s cannot use it, so the CPU is "
+                "used; tools/setup/venv.sh torch installs the build that fits, if there is one",
+                torch.__version__,
+            )
+        return torch.device("cpu")
     name = device
     try:
         device = torch.device(device)
@@ -143,6 +152,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {str(device)!r}: this torch finds no CUDA device")
     return device
+
+
+def has_nvidia_driver() -> bool:
+    """Whether the machine has a driver for an NVIDIA GPU, whatever torch makes of it."""
+    places = ("/proc/driver/nvidia/version", "/usr/lib/wsl/lib/nvidia-smi")
+    return any(map(os.path.exists, places)) or shutil.which("nvidia-smi") is not None
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

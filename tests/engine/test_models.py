@@ -45,6 +45,18 @@ class TestDeviceAndDtype:
         assert resolve_device("auto") == torch.device("cpu")
         assert resolve_dtype("auto", torch.device("cpu")) == torch.float32
 
+    def test_a_driver_without_a_torch_that_can_use_it_is_told(self, monkeypatch, tmp_path, caplog):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert resolve_device("auto").type == "cpu" and caplog.text == ""
+        (tmp_path / "nvidia-smi").write_text("")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        assert resolve_device("auto").type == "cpu"
+        [record] = caplog.records
+        assert torch.__version__ in record.message and "tools/setup/venv.sh torch" in record.message
+        caplog.clear()
+        assert resolve_device("cpu").type == "cpu" and caplog.text == ""  # as asked
+
     @pytest.mark.parametrize(
         ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16)]
     )

@@ -30,6 +30,7 @@ from shared.measure.episode import (
     serve,
     task_tokens,
 )
+from shared.models import load_model
 
 # Small enough for seconds: a document of 300 tokens in chunks of 32 beside chats of 40 tokens.
 SMALL = ["--model", "tiny", "--device", "cpu", "--document-tokens", "300", "--chunk", "32"]
@@ -110,8 +111,34 @@ def test_texts_that_differ_are_an_error(
     monkeypatch.setattr(module, "Sampler", Wrong)
     assert main([*SMALL, "--plain", "--out", str(tmp_path)]) == 1
     said, error = capsys.readouterr()
-    assert "The texts DIFFER: C" in said and "the same" not in said
-    assert "error: the texts differ: C: stage 03 and stage 04 differ after 7 equal tokens" in error
+    assert "The texts DIFFER: stage 04 differs" in said and "the same" not in said
+    assert "error: the texts differ: stage 04 differs from stage 03 at token 7 of C: " in error
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_dtypes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """In bfloat16 two logits are often as close as rounding: a tie is no error, and it is told."""
+    monkeypatch.setattr("shared.models.load_model", load_model)
+    module = importlib.import_module(f"{load_stage(4).__name__}.engine")
+
+    class Rounded(module.Sampler):
+        def sample(self, logits: Any, requests: list[Any]) -> list[Any]:
+            tokens = super().sample(logits, requests)
+            for i, request in enumerate(requests):
+                if dtype == "bfloat16" and request.request_id == "C":
+                    tokens[i] = tokens[i]._replace(token_id=int(logits[i].topk(2).indices[1]))
+            return tokens
+
+    monkeypatch.setattr(module, "Sampler", Rounded)
+    monkeypatch.setattr("shared.measure.agreement.NEAR_TIE", {"float32": 0.0, "bfloat16": 99.0})
+    assert main([*SMALL, "--plain", "--out", str(tmp_path), "--dtype", dtype]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Greedy, {'float32' if dtype == 'auto' else dtype}, CPU threads" in said
+    assert ("both stages until rounding decides a tie: stage 04 differs" in said) == (
+        dtype == "bfloat16"
+    )
 
 
 def test_ctrl_c(
