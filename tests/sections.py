@@ -42,7 +42,7 @@ OF_A_FILE = {
         ("*S8_*|*C9_*", CHUNKS, "Three budgets"),
         ("*by_hand*", CHUNKS, "One chunk by hand"),
         ("*target_step*|*longer_chunk*", CHUNKS, "A promise instead of a size"),
-        ("*unless_told*", CHUNKS, "What it costs, and how large a chunk should be"),
+        ("*unless_told*|*by_default*", CHUNKS, "What it costs, and how large a chunk should be"),
     ],
 }
 

@@ -111,7 +111,7 @@ def scheduler_steps(
     while True:
         batch = scheduler.schedule()
         scheduler.commit(batch, [rng.randrange(50_000) for _ in batch.sampling])
-        if batch.num_tokens == len(batch.sampling) == num_running:
+        if sum(s.num_tokens for s in batch.slices) == len(batch.sampling) == num_running:
             break
     # 2. The others wait for a seat, all the time.
     add(num_waiting, num_running)

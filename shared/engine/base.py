@@ -152,7 +152,7 @@ class EngineBase:
         """Add a step to the trace and to the counts."""
         running = self.scheduler.running
         self._totals["steps"] += 1
-        self._totals["tokens"] += batch.num_tokens
+        self._totals["tokens"] += sum(s.num_tokens for s in batch.slices)
         self._totals["generated"] += len(batch.sampling)
         self._totals["preemptions"] += len(batch.preempted)
         tables = None

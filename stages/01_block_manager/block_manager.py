@@ -1,6 +1,6 @@
-"""Which blocks of the KV cache are free, and which sequence owns the others.
+"""Which blocks of the KV cache are free, and which sequences hold the others.
 
-Knows block ids and counts, never what the blocks hold: no tensor, no model.
+Knows block ids and token ids, but no tensor and no model.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .sequence import Sequence
 def slot_mapping(
     block_table: list[int], start_pos: int, num_tokens: int, block_size: int
 ) -> list[int]:
-    """Cache slots of the tokens `start_pos .. start_pos + num_tokens` of one sequence.
+    """Cache slots of the tokens `start_pos..start_pos + num_tokens` of one sequence.
 
-    The index `t` counts from the start of the whole sequence, never from the start of a slice: a
-    slice may begin in the middle of a block, and the token before it lies right in front of it.
+    Here and everywhere, a range `start..end` excludes its end. `t` is the token's index in the
+    whole sequence, never in its slice: a slice may begin in the middle of a block.
 
         t              0  1  2  3 | 4  5  6  7 | 8  9          block_size 4, block_table [7, 2, 5]
         slot          28 29 30 31 | 8  9 10 11 |20 21
@@ -30,8 +30,8 @@ def slot_mapping(
 class BlockManager:
     """Hands out the `num_blocks` blocks of a pool, `block_size` token slots each.
 
-    Invariant, before and after each method: every block is free or in exactly one block table,
-    never both, never twice.
+    Invariant: before and after each method, every block is either free or in exactly one block
+    table, once.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -46,7 +46,7 @@ class BlockManager:
         return len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens. The one formula, at the door and ever after."""
+        """Blocks needed for `num_tokens` tokens; used for admission and for allocation alike."""
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -54,10 +54,10 @@ class BlockManager:
         missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
         return missing <= self.num_free_blocks
 
-    # Invariant: allocation only appends. Blocks that hold K and V already keep their place:
+    # Invariant: allocation only appends. Blocks that already hold K and V keep their place.
     #
-    #     block_table   | held already         | appended here         |
-    #     tokens        0 .. cached_token_count          .. num_tokens
+    #     block_table   | unchanged             | appended here                  |
+    #     tokens        0..cached_token_count   cached_token_count..num_tokens
     def allocate(self, sequence: Sequence, num_tokens: int) -> None:
         """Grow `sequence.block_table` to hold its first `num_tokens` tokens.
 
@@ -70,12 +70,11 @@ class BlockManager:
             self._held.add(block)
             sequence.block_table.append(block)
 
-    # Invariant: the blocks of one table come back together, and the table is empty afterwards,
-    # so a second call finds nothing to free.
+    # Invariant: a table gives back all its blocks and is empty afterwards.
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks of `sequence`.
+        """Take back all blocks of `sequence`, tail first.
 
-        Raises RuntimeError if its table names a block that is free already.
+        Raises RuntimeError if its table names a block that is already free.
         """
         for block in reversed(sequence.block_table):
             self._release(block)
@@ -84,6 +83,6 @@ class BlockManager:
 
     def _release(self, block: int) -> None:
         if block not in self._held:
-            raise RuntimeError(f"block {block} is free already")
+            raise RuntimeError(f"block {block} is already free")
         self._held.remove(block)
         self._free.append(block)

@@ -55,7 +55,13 @@ def test_nothing_is_cached_before_the_commit() -> None:
     [sequence] = add(scheduler, 9)
     batch = scheduler.schedule()
     assert (sequence.cached_token_count, sequence.num_tokens) == (0, 9)
-    assert (batch.num_tokens, batch.sampling, len(sequence.block_table)) == (9, [sequence], 3)
+    assert (batch.slices[0].end_pos, batch.sampling, len(sequence.block_table)) == (
+        9,
+        [sequence],
+        3,
+    )
+    scheduler.commit(batch, [7])
+    assert (sequence.cached_token_count, sequence.num_tokens) == (9, 10)
 
 
 def test_the_commit_wants_a_token_for_each_that_sampled() -> None:

@@ -17,7 +17,7 @@ from .sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True)
 class Slice:
-    """Tokens `start_pos .. end_pos` of one sequence, to compute now. A decode is a slice of one."""
+    """Tokens `start_pos..end_pos` of one sequence, to compute now. A decode is a slice of one."""
 
     sequence: Sequence
     start_pos: int
@@ -25,7 +25,7 @@ class Slice:
 
     @property
     def end_pos(self) -> int:
-        """Position behind its last token."""
+        """The position after its last token."""
         return self.start_pos + self.num_tokens
 
 
@@ -35,8 +35,8 @@ class ScheduledBatch:
 
     Attributes:
         slices: at most one per sequence, in arrival order.
-        sampling: the sequences that get a token: those whose slice ends at their last known token.
-        preempted: sequences that lost their blocks to make this batch possible.
+        sampling: the sequences that get a token, because their slice ends at their last known one.
+        preempted: sequences that lost their blocks so that this batch fits.
     """
 
     slices: list[Slice]
@@ -46,24 +46,19 @@ class ScheduledBatch:
     def __post_init__(self) -> None:
         self.sampling = [s.sequence for s in self.slices if s.end_pos == s.sequence.num_tokens]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that this step computes."""
-        return sum(s.num_tokens for s in self.slices)
-
 
 class Scheduler:
     """First come, first served, whole prompts before decodes.
 
-    Invariant: `running` followed by `waiting` is in arrival order. The oldest request is therefore
-    never the one that has to give blocks up, so it always advances, and so in the end do all.
+    Invariant: `running` followed by `waiting` is in arrival order. So the oldest request is never
+    preempted for another one: it always advances, and therefore every request finishes.
     """
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         assert config.max_model_len is not None
         self.max_model_len = config.max_model_len
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        # Each running sequence decodes a token a step, so more seats than tokens would be idle.
+        # A running sequence decodes a token a step, so more of them than tokens would be idle.
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.enable_prefix_caching = config.enable_prefix_caching
         self.block_manager = block_manager
@@ -71,10 +66,10 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return the `max_tokens` to use, for None all the room that is left.
+        """Return `max_tokens`, or all the room that is left if it is None.
 
-        Raises ValueError for what could never finish. The last generated token is never written to
-        the cache, so it needs no slot.
+        Raises ValueError if the request could never finish. The last generated token is never
+        written to the cache, so it needs no slot.
         """
         num_slots = self.block_manager.num_blocks * self.block_manager.block_size
         room = min(self.max_model_len, num_slots + 1) - num_prompt_tokens
@@ -91,26 +86,26 @@ class Scheduler:
         return max_tokens or room
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that `check` let through."""
+        """Queue a sequence that `check` has accepted."""
         self.waiting.append(sequence)
 
     def has_unfinished(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self.waiting or self.running)
 
     def schedule(self) -> ScheduledBatch:
         """Choose the slices of the next step and allocate the blocks they write to.
 
-        Apart from preemption nothing else changes until `commit`: a step that is given up half-way
-        can be scheduled again.
+        Sequences are admitted and preempted here. What the slices compute counts only after
+        `commit`: until then their tokens are neither cached nor findable.
         """
         prefills = self._schedule_prefills()
         if prefills:
             return ScheduledBatch(prefills)
         return self._schedule_decodes()
 
-    # Invariant: the head of `waiting` is admitted before anyone behind it, or nobody is. Skipping
-    # it while it does not fit would let short requests starve a long one.
+    # Invariant: nobody is admitted before the head of `waiting`. If short requests could pass a
+    # long one that does not fit yet, it might wait forever.
     def _schedule_prefills(self) -> list[Slice]:
         slices: list[Slice] = []
         budget = self.max_num_batched_tokens
@@ -118,15 +113,14 @@ class Scheduler:
             sequence = self.waiting[0]
             prefix = self.block_manager.find_prefix(sequence)
             start_pos = len(prefix) * self.block_manager.block_size
-            num_tokens = sequence.num_tokens - start_pos  # what is found costs no budget
-            # A preempted sequence may have outgrown the budget by what it has generated. It is
-            # computed again in a step of its own.
+            num_tokens = sequence.num_tokens - start_pos  # cached tokens cost no budget
+            # A preempted sequence may outgrow the budget. It is recomputed in a step of its own.
             if num_tokens > budget and slices:
                 break
             if not self.block_manager.can_allocate(sequence, sequence.num_tokens, prefix):
                 break
             self.block_manager.allocate(sequence, sequence.num_tokens, prefix)
-            if sequence.num_hit_tokens is None:  # finding its own blocks again is no hit
+            if sequence.num_hit_tokens is None:  # its own blocks, after preemption, are no hit
                 sequence.num_hit_tokens = start_pos
             self.waiting.popleft()
             self.running.append(sequence)
@@ -135,10 +129,10 @@ class Scheduler:
             budget -= num_tokens
         return slices
 
-    # Invariant: blocks flow from the youngest to the oldest.
+    # Invariant: a sequence takes blocks only from younger ones, the youngest first.
     #
-    #     running   | have their slot | asks now | may have to give up |
-    #               0                 i          i + 1               end
+    #     running   | have their slot | asks now | may be preempted |
+    #     index     0..i              i          i + 1..len(running)
     def _schedule_decodes(self) -> ScheduledBatch:
         slices: list[Slice] = []
         preempted: list[Sequence] = []
@@ -153,7 +147,7 @@ class Scheduler:
         return ScheduledBatch(slices, preempted)
 
     def _preempt_youngest(self) -> Sequence:
-        """Take the blocks of the running sequence that arrived last; it keeps its tokens."""
+        """Free the blocks of the running sequence that arrived last. It keeps its tokens."""
         sequence = self.running.pop()
         self.block_manager.free(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -164,13 +158,13 @@ class Scheduler:
         """Record that `batch` was computed, and the tokens sampled for `batch.sampling`."""
         for s in batch.slices:
             s.sequence.cached_token_count = s.end_pos
-            if self.enable_prefix_caching:  # only now: an unwritten block must not be found
+            if self.enable_prefix_caching:  # not earlier: its K and V are written only now
                 self.block_manager.publish(s.sequence, s.start_pos)
         for sequence, token_id in zip(batch.sampling, token_ids, strict=True):
             sequence.token_ids.append(token_id)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence in whatever state it is; its blocks come back at once."""
+        """End a sequence, whatever its state. Its blocks are free at once."""
         queue = self.waiting if sequence.status is SequenceStatus.WAITING else self.running
         queue.remove(sequence)
         self.block_manager.free(sequence)

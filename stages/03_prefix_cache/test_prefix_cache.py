@@ -244,6 +244,17 @@ def test_B9_a_constant_hash_is_harmless(pool: Any, monkeypatch: pytest.MonkeyPat
     expect(p.manager.num_free_blocks, 16, "free blocks when nothing runs.")
 
 
+def test_B9_a_hash_is_of_whole_token_ids_and_of_all_tokens_before(stage: ModuleType) -> None:
+    """Vocabularies are larger than 16 bits: ids that differ by 2**16 are different tokens."""
+    manager = importlib.import_module(f"{stage.__name__}.block_manager")
+    for parent in (b"", b"parent"):
+        ids = [7, 7 + 2**8, 7 + 2**16, 7 + 2**17, 7 + 2**31]
+        hashes = {manager.hash_block(parent, [1, token, 3]) for token in ids}
+        assert len(hashes) == len(ids), f"{len(ids)} contents have {len(hashes)} hashes"
+    assert manager.hash_block(b"", [1, 2]) != manager.hash_block(b"", [2, 1])
+    assert manager.hash_block(b"", [1, 2]) != manager.hash_block(b"parent", [1, 2])
+
+
 def test_a_chain_is_hashed_once(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting request is looked up at every step; its hashes are not computed at every step."""
     p = pool(16)

@@ -15,7 +15,7 @@ class EngineConfig:
         block_size: token slots in one block of the KV cache.
         num_blocks: blocks in the pool; None sizes it from the memory that is left.
         max_num_seqs: sequences that may hold blocks at the same time.
-        max_num_batched_tokens: tokens computed in one step, decodes and chunks together.
+        max_num_batched_tokens: tokens of one step; None is a chunk plus `max_num_seqs` decodes.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
         memory_utilization: share of memory that `num_blocks=None` may use (`shared.engine.memory`).
         attention_backend: "auto", "gather", "numba" (CPU) or "triton" (CUDA).
@@ -31,7 +31,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     memory_utilization: float | None = None
     attention_backend: str = "auto"

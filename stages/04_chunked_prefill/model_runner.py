@@ -38,7 +38,9 @@ class ModelRunner:
         self.kernels = load_kernels(__package__, config.attention_backend, self.shape)
         self.graphs: DecodeGraphs | None = None
         chunk_size = config.max_prefill_chunk_size or CHUNK_SIZES[self.shape.device.type]
+        budget = config.max_num_batched_tokens or chunk_size + config.max_num_seqs
         config = dataclasses.replace(config, max_prefill_chunk_size=chunk_size)
+        config = dataclasses.replace(config, max_num_batched_tokens=budget)
         self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
         num_blocks = choose_num_blocks(self.shape, self.config, self._profile)
         self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
@@ -48,6 +50,7 @@ class ModelRunner:
 
     def _profile(self) -> None:
         """Run the largest forward that can come, on a cache that only it needs."""
+        assert self.config.max_num_batched_tokens
         num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
         sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
         sequence.block_table = list(range(-(-num_tokens // self.config.block_size)))

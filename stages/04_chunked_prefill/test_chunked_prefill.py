@@ -13,6 +13,7 @@ from shared import SamplingParams
 from tests.contract.helpers import (
     check_reference,
     check_tokens,
+    collect,
     describe,
     drain,
     expect,
@@ -21,6 +22,7 @@ from tests.contract.helpers import (
     greedy,
     last_steps,
     poison_cache,
+    preempted,
     run,
 )
 from tests.oracle import OracleModel
@@ -574,10 +576,71 @@ def test_a_share_goes_on_behind_a_victim(stage: ModuleType) -> None:
     batch = scheduler.schedule()
     expect(
         ([s.request_id for s in batch.preempted], [s.sequence.request_id for s in batch.slices]),
-        (["s4"], ["s3", "s0"]),
-        "who is preempted and who decodes. It is the turn of s3, s4 and s0, in this order; each "
-        "of five streams holds one block of a pool of five, and s3 needs a second.",
+        (["s4"], ["s3", "s0", "s1"]),
+        "who is preempted and who decodes. It is the turn of s3, s4, s0 and s1, in this order, and "
+        "three may decode; each of five streams holds one block of a pool of five, and s3 needs a "
+        "second.",
     )
+
+
+def test_a_share_never_leaves_a_step_empty(make_engine: Any, tiny: Any) -> None:
+    """The only stream whose turn it is has to give up its blocks: the next one decodes instead."""
+    engine = make_engine(
+        num_blocks=5,
+        max_num_batched_tokens=8,
+        max_decode_share=0.01,
+        enable_prefix_caching=False,
+    )
+    prompts = [prompt_of(4, 1), prompt_of(3, 2), prompt_of(18, 3)]
+    lengths = [17, 17, 2]
+    for prompt, length in zip(prompts, lengths, strict=True):
+        engine.add_request(prompt, greedy(length))
+    outputs: dict[str, list] = {}
+    while engine.has_unfinished_requests():
+        before = engine.stats()["steps"]
+        collect(engine.step(), outputs)
+        expect(engine.stats()["steps"], before + 1, "steps that computed something", engine)
+    for output, length in zip(outputs.values(), lengths, strict=True):
+        check_reference(output[-1], tiny, length, engine)
+    in_trace = preempted(engine)
+    assert in_trace and len(in_trace) == engine.stats()["preemptions"]
+
+
+def test_nobody_is_admitted_while_an_older_prompt_waits_for_a_block(stage: ModuleType) -> None:
+    """The free block is too little for the older prompt; a short new one must not take it."""
+    scheduler = make_scheduler(
+        stage, num_blocks=5, block_size=4, max_prefill_chunk_size=8, enable_prefix_caching=False
+    )
+    first, second = new_sequence(stage, "first", [1] * 8), new_sequence(stage, "second", [2] * 16)
+    scheduler.add(first), scheduler.add(second)
+    advance(scheduler)  # two blocks each
+    new = new_sequence(stage, "new", [3] * 2)
+    scheduler.add(new)
+    [slices] = advance(scheduler)  # `first` takes the last block; nothing is left for `second`
+    expect(slices, {"first": (8, 1)}, "the slices while `second` waits for blocks.")
+    scheduler.finish(first, "abort")
+    scheduler.block_manager.allocate(blocker := new_sequence(stage, "blocker", [9]), 8)
+    [slices] = advance(scheduler)  # one block is free, `second` needs two
+    expect((slices, new.block_table), ({}, []), "one block is free, and `second` needs two.")
+    scheduler.block_manager.free(blocker)
+    [slices] = advance(scheduler)
+    expect(slices, {"second": (8, 8), "new": (0, 2)}, "the slices when there is room for both.")
+
+
+@pytest.mark.parametrize("prompts", [[300, 300], [40] * 12], ids=["long", "short"])
+def test_by_default_a_step_is_about_one_chunk(make_engine: Any, prompts: list[int]) -> None:
+    """Several long prompts, or many short ones: a stream waits for one chunk's worth of tokens."""
+    engine = make_engine(num_blocks=400, max_num_seqs=16)
+    engine.add_request(prompt_of(3), greedy(40))
+    engine.step()
+    for seed, length in enumerate(prompts, 1):
+        engine.add_request(prompt_of(length, seed), greedy(2))
+    drain(engine)
+    config = engine.config
+    expect(config.max_num_batched_tokens, 128 + 16, "the budget: a chunk and 16 decodes.")
+    steps = engine.trace.steps[1:]
+    sizes = [step.num_tokens for step in steps if step.num_tokens > len(step.slices)]
+    assert len(sizes) > 2 and max(sizes) == 144, f"tokens of the steps with prompts: {sizes}"
 
 
 def test_an_odd_share_still_decodes(stage: ModuleType) -> None:
@@ -836,9 +899,8 @@ def test_chunk_size_unless_told_otherwise(make_engine: Any) -> None:
 
 def make_scheduler(stage: ModuleType, num_blocks: int, block_size: int, **options: Any) -> Any:
     """A scheduler without an engine."""
-    config = stage.EngineConfig(
-        block_size=block_size, num_blocks=num_blocks, max_model_len=1_000_000, **options
-    )
+    options = {"max_model_len": 1_000_000, "max_num_batched_tokens": 8192, **options}
+    config = stage.EngineConfig(block_size=block_size, num_blocks=num_blocks, **options)
     modules = [
         importlib.import_module(f"{stage.__name__}.{name}")
         for name in ("scheduler", "block_manager")

@@ -5,12 +5,14 @@ What is found, and that nothing else changes: the tokens of every request are th
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from shared import SamplingParams
+from tests.reference import reference_tokens
 
 from .helpers import (
     check_idle,
@@ -21,6 +23,7 @@ from .helpers import (
     expect,
     failing,
     greedy,
+    make_prompt,
     run,
 )
 
@@ -274,3 +277,41 @@ def test_the_next_turn_hits_on_a_real_model(stage: ModuleType, smollm2: Any) -> 
 def test_engine_config_names_the_option(stage: ModuleType) -> None:
     with pytest.raises(ValueError, match="enable_prefix_caching must be a bool, got 'yes'"):
         stage.EngineConfig(enable_prefix_caching="yes")
+
+
+# Hashes that collide: all, most, from the third block of a chain on, and as chance has it.
+COLLISIONS = {
+    "constant": lambda parent, tokens: b"same",
+    "1 bit": lambda parent, tokens: bytes([sum(tokens) % 2]),
+    "2 bits": lambda parent, tokens: bytes([(sum(tokens) + sum(parent)) % 4]),
+    "from the third block on": lambda parent, tokens: parent[:2] + bytes(tokens[:1]),
+    "by position": lambda parent, tokens: bytes([len(parent) % 3]) * (len(parent) % 3 + 1),
+}
+
+
+@pytest.mark.parametrize("collision", COLLISIONS)
+def test_B9_colliding_hashes_change_no_token(
+    make_engine: Any, tiny: Any, stage: ModuleType, monkeypatch: pytest.MonkeyPatch, collision: str
+) -> None:
+    """Whatever collides, and wherever in a chain: every request has the tokens it has alone."""
+    manager = importlib.import_module(f"{stage.__name__}.block_manager")
+    if not hasattr(manager, "hash_block"):
+        pytest.skip("block_manager.py has no function hash_block to replace")
+    contents: dict[bytes, set] = {}
+
+    def hash_block(parent: bytes, tokens: list[int]) -> bytes:
+        name = COLLISIONS[collision](parent, [token % 251 for token in tokens])
+        contents.setdefault(name, set()).add(tuple(tokens))
+        return name
+
+    monkeypatch.setattr(manager, "hash_block", hash_block)
+    engine = make_engine(num_blocks=24, max_num_seqs=3)
+    start = make_prompt(8, seed=1)
+    lengths = [4, 5, 8, 9, 12, 13, 16, 17]
+    prompts = [make_prompt(n, seed=n) for n in lengths]
+    prompts += [start + make_prompt(n, seed=n) for n in (1, 4, 5, 9)]
+    prompts += prompts[2:6]
+    for prompt, output in zip(prompts, run(engine, prompts, greedy(6)), strict=True):
+        check_tokens(output, reference_tokens(tiny[0], prompt, 6), engine)
+    assert max(map(len, contents.values())) > 1, "no two blocks had the same hash"
+    check_idle(engine)

@@ -81,7 +81,13 @@ def test_the_largest_forward_that_can_come(
     run, seen = runner.run, []
 
     def spy(batch: Any) -> torch.Tensor:
-        seen.append((batch.num_tokens, runner.kv_cache.num_blocks, len(batch.sampling)))
+        seen.append(
+            (
+                sum(s.num_tokens for s in batch.slices),
+                runner.kv_cache.num_blocks,
+                len(batch.sampling),
+            )
+        )
         return run(batch)
 
     runner.run = spy

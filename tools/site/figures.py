@@ -447,7 +447,7 @@ def free_queue(words: Words) -> Drawing:
     canvas = Canvas(660, 112)
     canvas.text(4, 18, words["next"], "small muted")
     canvas.text(656, 18, words["last"], "small muted", "end")
-    for i, block in enumerate(manager._free):
+    for i, block in enumerate(manager._reuse_order):
         x = 4 + i * 54.4
         published = block in manager._contents
         colour = {"S": "shared", "A": "A", "B": "B"}.get(labels.get(block, "")[:1], "free")
