@@ -31,6 +31,7 @@ from shared.measure.episode import (
     task_tokens,
 )
 from shared.models import load_model
+from shared.stages import STAGES
 
 # Small enough for seconds: a document of 300 tokens in chunks of 32 beside chats of 40 tokens.
 SMALL = ["--model", "tiny", "--device", "cpu", "--document-tokens", "300", "--chunk", "32"]
@@ -39,6 +40,8 @@ SMALL += ["--max-tokens", "40"]
 
 @pytest.fixture(autouse=True)
 def one_load_for_all(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in STAGES:  # one that is imported later would keep the replacement for ever
+        load_stage(number)
     monkeypatch.setattr("shared.models.load_model", lambda name, **options: tiny)
 
 
