@@ -1,0 +1,1 @@
+"""What builds the site: excerpts, figures, tables, the trace viewer."""
