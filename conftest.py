@@ -12,7 +12,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
+
+import shared  # isort: skip  # noqa: F401  # before torch, so that it can say how threads wait
+import torch  # isort: skip
 
 pytest.register_assert_rewrite("tests.contract", "tests.kernels", "tests.reference")
 

@@ -2,6 +2,8 @@
 
 import sys
 
+from . import waiting as _waiting  # noqa: F401  # isort: skip  # before torch is imported
+
 from .engine.outputs import RequestOutput
 from .engine.sampling_params import SamplingParams
 from .programs.program import interrupted_import
