@@ -42,8 +42,8 @@ class SimulatedEngine(EngineBase):
     Args:
         stage: 1 to 4.
         step_time: how long a step takes.
-        options: the fields of the stage's `EngineConfig`. `max_prefill_chunk_size=None` is the
-            whole budget here.
+        options: the fields of the stage's `EngineConfig`. A default that depends on the device is
+            that of CUDA.
 
     Raises:
         ValueError: `num_blocks` or `max_model_len` is missing: there is no model to ask.
@@ -60,6 +60,12 @@ class SimulatedEngine(EngineBase):
         )
         self.now = 0.0
         self.step_time = step_time
+        if stage == 4:  # as its model runner does
+            chunk_size = options.get("max_prefill_chunk_size")
+            chunk_size = chunk_size or package.model_runner.CHUNK_SIZES["cuda"]
+            max_num_seqs = options.get("max_num_seqs", package.EngineConfig.max_num_seqs)
+            defaults = {"max_num_batched_tokens": chunk_size + max_num_seqs}
+            options = {**defaults, **options, "max_prefill_chunk_size": chunk_size}
         self.config = package.EngineConfig(**options)
         self.block_manager = package.block_manager.BlockManager(
             self.config.num_blocks, self.config.block_size

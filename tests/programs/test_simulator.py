@@ -47,7 +47,6 @@ def tiny() -> Any:
 
 
 CASES = {
-    # Without chunks of its own, stage 04 would otherwise take a default that depends on the device.
     "plenty": {"num_blocks": 100},
     "preemption": {"num_blocks": 18, "max_num_seqs": 4},
 }
@@ -113,6 +112,22 @@ def test_times_by_hand() -> None:
     assert (b.arrival_time, b.token_times, b.ttft) == (4, [12, 15], 8)
     assert [output.finish_reason for output in run.outputs] == ["length", "length"]
     assert engine.clock() == 15
+
+
+@pytest.mark.parametrize(
+    ("options", "chunk_size", "budget"),
+    [
+        ({}, 512, 512 + 64),
+        ({"max_num_seqs": 3}, 512, 515),
+        ({"max_prefill_chunk_size": 16}, 16, 80),
+        ({"max_num_batched_tokens": 99}, 512, 99),
+    ],
+)
+def test_stage_04_has_the_defaults_of_a_gpu(
+    options: dict[str, int], chunk_size: int, budget: int
+) -> None:
+    config = simulated(4, **options).config
+    assert (config.max_prefill_chunk_size, config.max_num_batched_tokens) == (chunk_size, budget)
 
 
 def test_what_reads_traces_and_metrics_reads_simulated_ones(tmp_path: Any) -> None:
