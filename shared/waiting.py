@@ -1,17 +1,17 @@
-"""How the threads of torch wait for each other: a short while awake, then asleep.
+"""How the threads of torch wait for each other: a short time in a busy loop, then asleep.
 
-A decode step is some 240 small pieces of parallel work, and after each of them every thread waits
-for the slowest. By default the OpenMP library lets them wait awake, in a loop that does nothing,
-for several milliseconds. Alone on the machine that is fastest. Beside other programs it is the
-slowest of all: the loop uses up the thread's time on the core, so the thread that still has work,
-or the next piece of work, waits for a whole turn of the other program, again at every piece.
+A decode step has some 240 parallel regions, and at the end of each every thread waits for the
+slowest. By default the OpenMP library lets a thread wait in a busy loop for several milliseconds.
+This is the fastest way while the cores are free. When other programs use them too, it is by far the
+slowest: the loop uses up the thread's time slice, so that the other program runs next, and the work
+that is left waits for the whole of that program's slice. This may happen in every region.
 
-A thread that sleeps is given a core at once when it is woken, but waking takes some ten
-microseconds. So the threads here wait awake for about as long as the others usually need, and then
-sleep. `python -m shared.bench waiting` measures what that gives, beside other settings.
+A sleeping thread is given a core as soon as it is woken, but waking it takes some ten microseconds.
+So the threads here spin for about as long as the others usually need, and then sleep.
+`python -m shared.bench waiting` compares this with other settings.
 
-The OpenMP library reads its settings when torch loads it. So this comes first in `shared`, and
-knows nothing but the environment.
+The OpenMP library reads its settings when torch loads it, so `shared` imports this module first.
+It knows nothing but the environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("mini_vllm")
 # KMP_BLOCKTIME: milliseconds of libomp and libiomp (torch on Macs), 200 by default. vLLM sets the
 # same (v0.11.0, vllm/platforms/cpu.py).
 SETTINGS = {"GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": "1"}
-# Whoever has set one of these knows what he wants.
+# If one of these is set, the user has decided.
 OF_THE_USER = ("OMP_WAIT_POLICY", "KMP_LIBRARY", *SETTINGS)
 
 

@@ -31,7 +31,7 @@ MIN_DOCUMENT = 200
 
 
 class OutOfRange(ValueError):
-    """An option that only the loaded model could judge."""
+    """An option that does not fit the loaded model."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, show and compare, as the options say; returns the exit code.
+    """Serve the example with each stage, show it, and compare; returns the exit code.
 
     Raises:
         OutOfRange: the model has no room for the lengths that were asked for.
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prepare(loaded: LoadedModel, args: argparse.Namespace) -> list[Arrival]:
-    """The requests, with lengths that the model has room for.
+    """The requests, cut to lengths that fit into the model's context.
 
     Raises:
         OutOfRange: it has no room for what was asked.
@@ -181,9 +181,10 @@ def make_engine(number: int, loaded: LoadedModel, arrivals: Sequence[Arrival], c
 
 
 def warm_up(engine: Any, arrivals: Sequence[Arrival], chunk: int) -> None:
-    """Compile kernels and touch memory, outside of what is measured.
+    """Compile kernels and touch memory before anything is measured.
 
-    A decode, a prefill of a bit more than a chunk beside it, and no trace of it in the cache.
+    Runs a decode and, beside it, a prefill of a little more than one chunk, and then empties the
+    prefix cache.
     """
     chat, document = arrivals[0].prompt_token_ids, arrivals[-1].prompt_token_ids
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -219,7 +220,7 @@ def compare(episodes: Sequence[Episode], model: Any) -> tuple[list[str], list[st
 def caption(
     episodes: Sequence[Episode], differences: Sequence[str], ties: Sequence[str], model: Any
 ) -> str:
-    """What must be known of the numbers: whether the work was the same, and where it was done."""
+    """The line under the table: whether the texts were the same, the dtype and the machine."""
     import torch
 
     said = []

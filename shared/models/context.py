@@ -1,7 +1,7 @@
-"""How long a sequence may be: the model's context, and features that we lack but may do without.
+"""How long a sequence may be: within the model's context and the limits of missing features.
 
-A sliding window changes nothing for sequences shorter than the window. Such a model is not refused:
-its sequences are kept that short.
+The engines have no sliding window, for instance. But a window changes nothing for sequences that
+are shorter than it, so such a model is not refused: its sequences are kept that short.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
 
 
 def _why_rotary(config: Any) -> list[str]:
-    """What a rotary scaling in the config has to do with its limit, a sentence for each kind."""
+    """Why a rotary scaling in the config does not raise the limit, one sentence for each kind."""
     said = {}
     for rope in _ropes(config):
         kind, factor = rope.get("rope_type", "default"), rope.get("factor")
@@ -69,12 +69,12 @@ def _why_rotary(config: Any) -> list[str]:
 
 
 def _limits(config: Any, windows: list[int]) -> dict[str, int]:
-    """Features that have no effect up to a length, which is then the longest sequence allowed.
+    """Missing features by name, each with the longest sequence on which it has no effect.
 
-    A window of w tokens includes the token itself, so sequences of up to w tokens never feel it. A
-    rotary table of kind "dynamic" or "longrope" changes with the largest position in the whole row,
-    so one long sequence would change its neighbours' results; below the length where that begins,
-    the table is constant.
+    A window of w tokens includes the token itself, so it has no effect on sequences of up to w
+    tokens. A rotary table of kind "dynamic" or "longrope" changes with the largest position in the
+    whole row, so one long sequence would change the results of the others; up to the length where
+    that begins, the table is constant.
     """
     limits = {}
     layer_types = set(getattr(config, "layer_types", None) or [])

@@ -35,7 +35,8 @@ TURN_ENDS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "< EOT >"),
 )
-# Settings of a generation config that change which token comes next, where they change nothing.
+# The settings of a generation config that can change which token comes next, each with the value
+# at which it has no effect.
 NEUTRAL: dict[str, Any] = {
     "do_sample": False,
     "temperature": 1.0,
@@ -65,7 +66,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class LoadedModel(NamedTuple):
-    """A model, and what makes token ids of its texts."""
+    """A model and its tokenizer."""
 
     model: Any  # a transformers causal language model in eval mode, without gradients
     tokenizer: Any  # its tokenizer; `chat_template` is None if the model has none
@@ -178,7 +179,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def _from_pretrained(source: str | Path, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """A folder, a `.gguf` file or a hub name, through transformers."""
+    """Load a folder, a `.gguf` file or a model on the hub with transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": False}
@@ -248,11 +249,11 @@ def end_turns(model: Any, tokenizer: Any, path: Path) -> None:
 
 
 def belongs_to(model: Any, key: str) -> bool:
-    """Whether a weight that the model has no place for lies inside of a part that it does have.
+    """Whether an unexpected weight belongs to a part of the model that computes its tokens.
 
-    A bias of a linear layer without one, a norm that the config switches off, one more layer. The
-    weights of other parts (a vision tower, a reward head) are none of our business, and so are
-    rotary frequencies, which old files keep although they follow from the config.
+    It may be the bias of a linear layer that has none by its config, a norm that the config
+    switches off, or one more layer. Weights of other parts (a vision tower, a reward head) do not
+    change the tokens, and neither do rotary frequencies, which follow from the config.
     """
     if key.endswith("inv_freq"):
         return False
@@ -262,7 +263,7 @@ def belongs_to(model: Any, key: str) -> bool:
 
 
 def generation_settings(model: Any) -> list[str]:
-    """Settings of the model's generation config that would change tokens, as "top_k=5"."""
+    """The settings of the model's generation config that could change tokens, as "top_k=5"."""
     config = model.generation_config
     values = {name: getattr(config, name, None) for name in NEUTRAL}
     return [

@@ -1,9 +1,9 @@
 """One probe forward at load: does this model run through our attention, and in what shape?
 
 An engine here replaces a model's attention function and feeds all sequences as one packed row. That
-is right only for a model whose attention is reached once per layer, gets our metadata, asks for
-nothing but plain causal attention, and mixes tokens nowhere else. All of this is seen by running a
-few tokens, so no list of architectures is needed: what is missing is named, never silently ignored.
+is right only for a model that calls its attention function once per layer, passes our metadata to
+it, asks for nothing but plain causal attention, and mixes tokens nowhere else. Running a few tokens
+shows all of this, so no list of architectures is needed. A missing feature is named in the error.
 
 Knows nothing about engines, stages or caches.
 """
@@ -56,7 +56,7 @@ UNSUPPORTED = {
 
 @dataclass
 class _Call:
-    """One call of the attention function: what reached it."""
+    """What one call of the attention function was given."""
 
     layer_idx: int | None
     num_heads: int
@@ -77,7 +77,7 @@ class _Probe:
 
 
 class UnsupportedModel(ValueError):
-    """A model that the engines here would run wrongly, with what is missing."""
+    """The engines here would run this model wrongly; the message says what is missing."""
 
 
 def inspect_model(model: Any, max_model_len: int | None = None) -> ModelShape:

@@ -1,4 +1,4 @@
-"""How every program here speaks and ends: with an exit code and at most one line, no traceback."""
+"""How every program here ends: with an exit code and one line at most, without a traceback."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _open_streams() -> None:
-    """Make up for what the caller closed (`>&-`) or set to nothing (`COLUMNS=0`)."""
+    """Replace standard streams that the caller closed (`>&-`), and ignore `COLUMNS=0`."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
@@ -81,7 +81,7 @@ def _open_streams() -> None:
 
 
 def log_to_stderr(level: int) -> None:
-    """Show the log from `level` on, a line each."""
+    """Show log records from `level` on, one line each, on standard error."""
     from rich.console import Console
     from rich.logging import RichHandler
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong is refused at the door, in one clear line, and leaves nothing half-done.
+"""Every bad input is refused at once, in one clear line, and nothing is left half-done.
 
 `pytest tests/engine/test_bad_input.py --list-refusals` lists each bad input with its answer.
 """

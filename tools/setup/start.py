@@ -1,4 +1,4 @@
-"""A reader's own folder to build a stage in: the stage before it, and what would only be typing.
+"""Make a folder in which a reader builds a stage: the stage before it, and the new stage's options.
 
     python tools/setup/start.py 04 my_stage
 
@@ -42,7 +42,7 @@ TAKEN_OUT: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class StartError(ValueError):
-    """A stage or a folder that will not do."""
+    """The stage or the folder cannot be used."""
 
 
 def start(root: Path, stage: str, target: Path) -> list[str]:
