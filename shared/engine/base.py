@@ -7,24 +7,34 @@ has a `scheduler`, a `block_manager`, `add_request` and `_advance`.
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
-from .checks import check_text
-from .outputs import Request, RequestOutput, SampledToken
+from .checks import check_text, short
+from .outputs import Request, RequestOutput, SampledToken, merge_outputs
 from .prompts import encode, eos_token_ids, special_stop_ids
 from .sampling_params import SamplingParams
 from .trace import StepRecord, Trace
 
 Prompt = str | list[int]
 
+# Outputs that wait to be fetched. Beyond this many, those of one request are merged into one.
+MAX_UNREAD = 128
+
 
 class EngineBase:
     """The part of an engine that is the same in all stages.
+
+    Its methods may be called from several threads; they take turns. A process that was forked off
+    cannot use the engine, because the threads that compute exist in the parent only.
 
     Attributes:
         trace: one `StepRecord` per step in `trace.steps`, the newest 10,000.
@@ -48,13 +58,44 @@ class EngineBase:
         self._requests: dict[str, Request] = {}  # live ones, like the next
         self._sequences: dict[str, Any] = {}
         self._outbox: list[RequestOutput] = []  # not yet returned by `step`
-        self._inboxes: dict[str, list[RequestOutput]] = {}  # not yet taken by `stream`
+        self._lock = threading.RLock()
+        self._depth = 0  # of calls that change the engine, in the thread that has the lock
+        self._to_abort: list[str] = []  # as soon as no call is changing the engine
+        self._process_id = os.getpid()
         names = "steps tokens generated preemptions finished prompt_tokens hit_tokens"
         self._totals = dict.fromkeys(names.split(), 0)  # the last three when a request ends
 
     def clock(self) -> float:
         """Now, in seconds. A simulated engine has a clock of its own."""
         return time.perf_counter()
+
+    # Invariant: nobody but the thread that has the lock changes the engine, and no request ends in
+    # the middle of a step. `abort_request` may be called there, since the garbage collector closes
+    # an abandoned stream whenever it likes; what it asks for is done when the step is over.
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Have the engine to oneself; afterwards do the aborts that came in the meantime."""
+        if os.getpid() != self._process_id:
+            raise RuntimeError(
+                f"this engine was made in process {self._process_id} and cannot be used in its "
+                f"fork {os.getpid()}: make an engine after the fork"
+            )
+        with self._lock:
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._do_aborts()
+                yield
+            finally:
+                if self._depth == 1:
+                    self._do_aborts()
+                self._depth -= 1
+
+    def _do_aborts(self) -> None:
+        while self._to_abort:
+            request_id = self._to_abort.pop()
+            if request_id in self._requests:
+                self._finish(request_id, "abort", self.clock())
 
     def _new_request(
         self,
@@ -63,7 +104,7 @@ class EngineBase:
         request_id: str | None,
         check: Callable[[int, int | None], int],
     ) -> Request:
-        """Check everything about a request; it is live afterwards.
+        """Check everything about a request but whether its id is in use.
 
         Args:
             check: given the number of prompt tokens and `max_tokens`, returns the `max_tokens` to
@@ -76,13 +117,12 @@ class EngineBase:
         if special := special_stop_ids(params.stop or (), self.tokenizer):
             stop_token_ids = (*(params.stop_token_ids or ()), *sorted(special))
             params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
+        self._check_stops(params)
         prompt_token_ids = encode(prompt, self.tokenizer, self._vocab_size)
         max_tokens = check(len(prompt_token_ids), params.max_tokens)
         if request_id is None:
             request_id = next(i for i in map(str, self._ids) if i not in self._requests)
         check_text("request_id", request_id)
-        if request_id in self._requests:
-            raise ValueError(f"request_id {request_id!r} is in use by a request that still runs")
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -95,21 +135,51 @@ class EngineBase:
         num_stops = sum(t < self._vocab_size for t in request.stop_token_ids)
         if params.min_tokens and num_stops == self._vocab_size:
             raise ValueError("min_tokens leaves no token: all of the vocabulary are stop tokens")
-        self._requests[request_id] = request
         return request
+
+    def _register(self, request: Request, sequence: Any) -> str:
+        """Make a request live, unless its id is in use; return the id."""
+        request_id = request.request_id
+        with self._changing():
+            if request_id in self._requests:
+                raise ValueError(
+                    f"request_id {request_id!r} is in use by a request that still runs"
+                )
+            self._requests[request_id] = request
+            self._sequences[request_id] = sequence
+            self.scheduler.add(sequence)
+        return request_id
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        """Raise ValueError for what could never stop a request of this engine."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings need a tokenizer; this engine has none: {params.stop}")
+        if (largest := max(params.stop_token_ids or (), default=0)) >= self._vocab_size:
+            raise ValueError(
+                f"stop token id {short(largest)} lies outside the vocabulary of {self._vocab_size}"
+            )
 
     def _check_salt(self, cache_salt: str) -> None:
         """Raise TypeError or ValueError for a `cache_salt` of which no hash can be made."""
         check_text("cache_salt", cache_salt)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request now, in whatever state it is. False if there is no such live request.
+        """End a request, whatever its state. False if there is no such live request.
 
-        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
+        Its blocks are free at once, and the next `step` returns its last output, with reason
+        "abort". During a step, in this thread or another, the request ends after the step: it still
+        gets that step's token. The call never waits for a step.
         """
-        if request_id not in self._requests:
+        if request_id not in self._requests or request_id in self._to_abort:
             return False
-        self._finish(request_id, "abort", self.clock())
+        self._to_abort.append(request_id)
+        if self._lock.acquire(blocking=False):  # else whoever has it does the abort
+            try:
+                if self._depth == 0:
+                    with self._changing():
+                        pass
+            finally:
+                self._lock.release()
         return True
 
     def has_unfinished_requests(self) -> bool:
@@ -118,8 +188,10 @@ class EngineBase:
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch; return an output for each request that got a token or ended."""
-        self._advance()
-        outputs, self._outbox = self._outbox, []
+        with self._lock:
+            with self._changing():
+                self._advance()
+            outputs, self._outbox = self._outbox, []
         return outputs
 
     def _finish(self, request_id: str, reason: str, now: float) -> None:
@@ -132,7 +204,17 @@ class EngineBase:
         self._deliver(request)
 
     def _deliver(self, request: Request) -> None:
-        self._inboxes.get(request.request_id, self._outbox).append(request.output())
+        output = request.output()
+        if request.inbox is not None:  # of a stream
+            request.inbox.append(output)
+            if len(request.inbox) > MAX_UNREAD:
+                merged = merge_outputs(request.inbox)
+                request.inbox.clear()
+                request.inbox.extend(merged)
+        else:
+            self._outbox.append(output)
+            if len(self._outbox) > 2 * MAX_UNREAD + len(self._requests):
+                self._outbox = merge_outputs(self._outbox)
 
     def _fail(self, batch: Any) -> None:
         """End all requests of a batch that could not be computed."""
@@ -201,21 +283,35 @@ class EngineBase:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
 
-        request_ids: list[str] = []
+        requests: list[Request] = []
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                request_ids.append(self.add_request(prompt, params))
-                self._inboxes[request_ids[-1]] = []
+                requests.append(self._add_with_inbox(cast(Prompt, prompt), params, max_unread=1))
             with tqdm(total=len(prompts), disable=not use_tqdm, unit="request") as progress:
-                while live := sum(request_id in self._requests for request_id in request_ids):
+                while live := sum(not request.finished for request in requests):
                     progress.update(len(prompts) - live - progress.n)
-                    self._advance()
+                    with self._changing():
+                        self._advance()
                 progress.update(len(prompts) - progress.n)
-            return [self._inboxes[request_id][-1] for request_id in request_ids]
+            return [request.inbox[-1] for request in requests if request.inbox]
         finally:
-            for request_id in request_ids:
-                self.abort_request(request_id)
-                self._inboxes.pop(request_id, None)
+            for request in requests:
+                self._close(request)
+
+    def _add_with_inbox(
+        self, prompt: Prompt, params: SamplingParams | None, max_unread: int | None = None
+    ) -> Request:
+        """Add a request whose outputs do not go to `step`."""
+        with self._changing():
+            request = self._requests[self.add_request(prompt, params)]
+            request.inbox = deque(maxlen=max_unread)
+        return request
+
+    def _close(self, request: Request) -> None:
+        """Nobody reads the outputs of this request any more."""
+        request.inbox = deque(maxlen=0)
+        if self._requests.get(request.request_id) is request:
+            self.abort_request(request.request_id)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -224,24 +320,21 @@ class EngineBase:
 
         Several streams may be read in turn: reading one drives the whole engine.
         """
-        request_id = self.add_request(prompt, sampling_params)
-        self._inboxes[request_id] = []
-        outputs = self._take(request_id)
+        outputs = self._take(self._add_with_inbox(prompt, sampling_params))
         next(outputs)
         return outputs
 
-    def _take(self, request_id: str) -> Iterator[Any]:
-        inbox = self._inboxes[request_id]
+    def _take(self, request: Request) -> Iterator[Any]:
         try:
             yield  # for `stream`: only an iterator that has begun does what `finally` says
-            while inbox or request_id in self._requests:
-                if inbox:
-                    yield inbox.pop(0)
+            while request.inbox or not request.finished:
+                if request.inbox:
+                    yield request.inbox.popleft()
                 else:
-                    self._advance()
+                    with self._changing():
+                        self._advance()
         finally:
-            self.abort_request(request_id)
-            del self._inboxes[request_id]
+            self._close(request)
 
     def progress(self, request_id: str) -> dict[str, Any] | None:
         """How far a live request has got inside, however little it has shown; None if not live.
@@ -249,9 +342,10 @@ class EngineBase:
         A request without a first token may not have begun, or be half done: only the engine knows.
         `seconds` is the time since its arrival.
         """
-        if request_id not in self._requests:
-            return None
-        sequence, request = self._sequences[request_id], self._requests[request_id]
+        with self._changing():
+            if request_id not in self._requests:
+                return None
+            sequence, request = self._sequences[request_id], self._requests[request_id]
         return {
             "state": sequence.status.value,
             "prefilled_tokens": min(sequence.cached_token_count, sequence.num_prompt_tokens),

@@ -48,6 +48,7 @@ class IncrementalDetokenizer:
         self._read_offset = 0
         self._prefix_text = ""
         self._pieces: list[str] = []
+        self._special: dict[int, bool] = {}
 
     @property
     def text(self) -> str:
@@ -80,6 +81,16 @@ class IncrementalDetokenizer:
     def _decode(self, start: int, end: int) -> str:
         return self._tokenizer.decode(self._token_ids[start:end], skip_special_tokens=True)
 
+    def _is_special(self, token_id: int) -> bool:
+        """Whether a token is left out of every text. One without text of its own need not be: a
+        leading "▁" decodes to nothing alone, and to a space behind other tokens.
+        """
+        if token_id not in self._special:
+            decode = self._tokenizer.decode
+            shown, whole = (decode([token_id], skip_special_tokens=skip) for skip in (True, False))
+            self._special[token_id] = not shown and bool(whole)
+        return self._special[token_id]
+
     def _new_text(self, end: int) -> str:
         """What the tokens from `read_offset` to `end` add to the shown text."""
         text = self._decode(self._prefix_offset, end)
@@ -98,11 +109,9 @@ class IncrementalDetokenizer:
 
     def _let_go(self) -> str:
         """Shorten the held tokens, of which there are too many; return what they show."""
-        # 1. Forget tokens without text (special ones): a character may go on behind them.
-        places = range(self._read_offset, len(self._token_ids))
-        self._token_ids[self._read_offset :] = [
-            self._token_ids[i] for i in places if self._decode(i, i + 1)
-        ]
+        # 1. Forget special tokens: a character may go on behind them.
+        held = self._token_ids[self._read_offset :]
+        self._token_ids[self._read_offset :] = [t for t in held if not self._is_special(t)]
         end = len(self._token_ids)
         if end - self._read_offset <= MAX_HELD:
             return ""
@@ -125,6 +134,9 @@ class StopMatcher:
     wins, and of two that end together the longer one; so the outcome does not depend on how the
     text was cut into pieces. Neither the stop string nor what follows it is let through.
 
+    Each stop string is matched by the algorithm of Knuth, Morris and Pratt, in time and memory
+    that grow with the lengths of text and stop strings, not with their products.
+
     Args:
         stops: the stop strings, none of them empty.
     """
@@ -133,8 +145,8 @@ class StopMatcher:
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         if "" in self._stops:
             raise ValueError(f"a stop string must not be empty, got {stops!r}")
-        self._beginnings = {stop[:n] for stop in self._stops for n in range(1, len(stop))}
-        self._longest = max(map(len, self._beginnings), default=0)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
         self._withheld = ""
         self.stopped: str | None = None
 
@@ -151,13 +163,13 @@ class StopMatcher:
             return text
         known = len(self._withheld)
         text = self._withheld + text
-        if may_stop:
-            found = self._first_stop(text, known)
-            if found is not None:
-                start, self.stopped = found
+        for end, character in enumerate(text[known:], known + 1):
+            complete = self._advance(character)
+            if complete and may_stop:
+                self.stopped = max(complete, key=len)
                 self._withheld = ""
-                return text[:start]
-        held = self._suffix_that_may_begin_a_stop(text)
+                return text[: end - len(self.stopped)]
+        held = max(self._matched)
         self._withheld = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -166,20 +178,27 @@ class StopMatcher:
         text, self._withheld = self._withheld, ""
         return text
 
-    def _first_stop(self, text: str, known: int) -> tuple[int, str] | None:
-        """Start and string of the stop that ends first, and after the first `known` characters."""
-        found = []
-        for stop in self._stops:
-            start = text.find(stop, max(0, known - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        if not found:
-            return None
-        _, start, stop = min(found)
-        return start, stop
+    def _advance(self, character: str) -> list[str]:
+        """Take the next character; return the stop strings that end with it."""
+        complete = []
+        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            matched = self._matched[i]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                complete.append(stop)
+                matched = borders[-1]
+            self._matched[i] = matched
+        return complete
 
-    def _suffix_that_may_begin_a_stop(self, text: str) -> int:
-        for length in range(min(len(text), self._longest), 0, -1):
-            if text[-length:] in self._beginnings:
-                return length
-        return 0
+
+def _borders(stop: str) -> list[int]:
+    """For each beginning of `stop`, the longest proper prefix of it that is also its suffix."""
+    borders, length = [0] * len(stop), 0
+    for i in range(1, len(stop)):
+        while length and stop[i] != stop[length]:
+            length = borders[length - 1]
+        length += stop[i] == stop[length]
+        borders[i] = length
+    return borders

@@ -7,8 +7,9 @@ All times are seconds of `time.perf_counter`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -94,6 +95,20 @@ class RequestOutput:
     logprobs: list[dict[int, float]] | None = None
 
 
+def merge_outputs(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    """One output for each request: its newest, whose `new_text` is that of all, joined.
+
+    The last output of a finished request stays apart from those of a later one with its id.
+    """
+    merged: dict[tuple[str, int], RequestOutput] = {}
+    for output in outputs:
+        key = (output.request_id, id(output.prompt_token_ids))
+        if earlier := merged.pop(key, None):
+            output = replace(output, new_text=earlier.new_text + output.new_text)
+        merged[key] = output
+    return list(merged.values())
+
+
 class Request:
     """One request from its arrival to its last output: tokens in, text and a finish reason out.
 
@@ -106,6 +121,7 @@ class Request:
 
     stop_token_ids: EOS and stop tokens together, which `min_tokens` makes impossible at first.
     sampler_state: belongs to the sampler (random generator, token counts); nobody else looks.
+    inbox: the outputs of a stream that its reader has not fetched; None if `step` returns them.
     """
 
     def __init__(
@@ -135,6 +151,7 @@ class Request:
         self.metrics = RequestMetrics(arrival_time)
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.sampler_state: Any = None
+        self.inbox: deque[RequestOutput] | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_matcher = StopMatcher(params.stop or ())
         self._num_chars_output = 0

@@ -27,7 +27,7 @@ class Generated(NamedTuple):
 
 
 def use_sdpa(model: Any) -> None:
-    """Give the model its usual attention back; an engine that shares it may have set its own."""
+    """Compare with SDPA, whatever attention the model was loaded with."""
     if model.config._attn_implementation != "sdpa":
         model.set_attn_implementation("sdpa")
 

@@ -95,9 +95,7 @@ class SimulatedEngine(EngineBase):
         sequence = self.new_sequence(
             request.request_id, request.prompt_token_ids, request.max_tokens
         )
-        self._sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
-        return request.request_id
+        return self._register(request, sequence)
 
     # As a stage's own `_advance`, with `step_time` in the place of the model.
     def _advance(self) -> None:

@@ -4,6 +4,6 @@ May import `shared.engine`.
 """
 
 from .loading import LoadedModel, load_model
-from .probe import UnsupportedModel, inspect_model
+from .probe import UnsupportedModel, attention_set_to, inspect_model
 
-__all__ = ["LoadedModel", "UnsupportedModel", "inspect_model", "load_model"]
+__all__ = ["LoadedModel", "UnsupportedModel", "attention_set_to", "inspect_model", "load_model"]

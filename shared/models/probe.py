@@ -10,8 +10,12 @@ Knows nothing about engines, stages or caches.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +56,25 @@ UNSUPPORTED = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
 }
+
+
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+@contextmanager
+def attention_set_to(implementation: str, model: Any) -> Iterator[None]:
+    """Run a forward with this attention function; afterwards the model is as it was.
+
+    The name stands in the model's config, which all users of the model share: other engines, in
+    other threads too, and `generate()`. So one forward runs at a time.
+    """
+    with _locks.setdefault(model, threading.RLock()):
+        before = model.config._attn_implementation
+        model.config._attn_implementation = implementation
+        try:
+            yield
+        finally:
+            model.config._attn_implementation = before
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.engine.memory import choose_num_blocks
-from shared.models import inspect_model
+from shared.models import attention_set_to, inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata
 from .block_manager import slot_mapping
@@ -54,9 +54,8 @@ class ModelRunner:
         return self._forward(self._prepare(batch.slices))
 
     def _forward(self, inputs: dict[str, Any]) -> Tensor:
-        if self.model.config._attn_implementation != IMPLEMENTATION:
-            self.model.set_attn_implementation(IMPLEMENTATION)  # several engines may share a model
-        return self.model(**inputs, use_cache=False).logits[0]
+        with attention_set_to(IMPLEMENTATION, self.model):  # others may use the model, too
+            return self.model(**inputs, use_cache=False).logits[0]
 
     # Each slice is a run of rows; the position of a row is its token's index in its own sequence.
     #

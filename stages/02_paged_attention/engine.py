@@ -56,11 +56,8 @@ class LLMEngine(EngineBase):
         or if `request_id` names a live request. Nothing has changed then.
         """
         request = self._new_request(prompt, sampling_params, request_id, self.scheduler.check)
-        request_id = request.request_id
-        sequence = Sequence(request_id, request.prompt_token_ids, request.max_tokens)
-        self._sequences[request_id] = sequence
-        self.scheduler.add(sequence)
-        return request_id
+        sequence = Sequence(request.request_id, request.prompt_token_ids, request.max_tokens)
+        return self._register(request, sequence)
 
     def _advance(self) -> None:
         # 1. Decide.

@@ -58,11 +58,9 @@ class LLMEngine(EngineBase):
         """
         self._check_salt(cache_salt)
         request = self._new_request(prompt, sampling_params, request_id, self.scheduler.check)
-        request_id = request.request_id
-        sequence = Sequence(request_id, request.prompt_token_ids, request.max_tokens, cache_salt)
-        self._sequences[request_id] = sequence
-        self.scheduler.add(sequence)
-        return request_id
+        prompt_token_ids = request.prompt_token_ids
+        sequence = Sequence(request.request_id, prompt_token_ids, request.max_tokens, cache_salt)
+        return self._register(request, sequence)
 
     def _advance(self) -> None:
         # 1. Decide.

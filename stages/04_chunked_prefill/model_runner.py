@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from shared.engine.backends import load_kernels
 from shared.engine.memory import choose_num_blocks
-from shared.models import inspect_model
+from shared.models import attention_set_to, inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata
 from .block_manager import slot_mapping
@@ -85,9 +85,8 @@ class ModelRunner:
         return logits[0] if end_pos == sequence.num_tokens else None
 
     def _forward(self, inputs: dict[str, Any]) -> Tensor:
-        if self.model.config._attn_implementation != IMPLEMENTATION:
-            self.model.set_attn_implementation(IMPLEMENTATION)  # several engines may share a model
-        return self.model(**inputs, use_cache=False).logits[0]
+        with attention_set_to(IMPLEMENTATION, self.model):  # others may use the model, too
+            return self.model(**inputs, use_cache=False).logits[0]
 
     # Each slice is a run of rows; the position of a row is its token's index in its own sequence.
     #

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+import threading
 from typing import Any
 
 import pytest
+import torch
 
 from tests.reference import reference_tokens
 
@@ -208,3 +213,160 @@ def test_interrupted_generate_leaves_nothing_behind(make_engine: MakeEngine, tin
     outputs = drain(engine)
     assert list(outputs) == [other], f"requests of the interrupted generate() live on: {outputs}"
     check_reference(outputs[other][-1], tiny, 8, engine)
+
+
+# Where in a step an abort may come from another thread, or from the garbage collector. Of each:
+# the object of the engine and its method before which it comes; None is after the step's last one.
+MOMENTS = {
+    "before schedule": ("scheduler", "schedule"),
+    "in the forward": ("model_runner", "_forward"),
+    "in the sampler": ("sampler", "sample"),
+    "in commit": ("scheduler", "commit"),
+    "in the record": ("trace", "add"),
+    "in hand-out": (None, "_deliver"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("member", [0, 1, 2])
+def test_A1_an_abort_during_a_step_waits_for_its_end(
+    make_engine: MakeEngine, tiny: Any, moment: str, member: int
+) -> None:
+    """The request still gets that step's token, and nobody else notices."""
+    engine = make_engine(max_num_seqs=2)  # the third request is waiting
+    ids = [engine.add_request(make_prompt(5 + n, seed=n), greedy(6)) for n in range(3)]
+    outputs: dict[str, list] = {}
+    collect(engine.step(), outputs)
+    collect(engine.step(), outputs)
+    place, method = MOMENTS[moment]
+    owner = engine if place is None else getattr(engine, place)
+    original, answers = getattr(owner, method), []
+
+    def with_abort(*args: Any, **kwargs: Any) -> Any:
+        if not answers:
+            answers.append(engine.abort_request(ids[member]))
+            answers.append(engine.abort_request(ids[member]))
+        return original(*args, **kwargs)
+
+    setattr(owner, method, with_abort)
+    collect(engine.step(), outputs)
+    expect(answers, [True, False], f"answers of abort_request {moment}, once and again.")
+    delattr(owner, method)
+    got = 3 if member < 2 else 0  # tokens
+    assert outputs[ids[member]][-1].finished, f"{ids[member]!r} lives on after the step"
+    check_aborted(outputs[ids[member]][-1], tiny, got)
+    drain(engine, outputs)
+    for n, request_id in enumerate(ids):
+        if n != member:
+            check_reference(outputs[request_id][-1], tiny, 6, engine)
+    check_idle(engine)
+
+
+def test_A1_streams_that_the_garbage_collector_closes(make_engine: MakeEngine, tiny: Any) -> None:
+    """Iterators in reference cycles are closed whenever the collector runs, in steps too."""
+    engine = make_engine()
+    ids = [engine.add_request(make_prompt(6 + n), greedy(12)) for n in range(2)]
+    original, closed = engine.model_runner._forward, 0
+
+    def collecting(*args: Any) -> Any:
+        nonlocal closed
+        before = len(engine._to_abort)
+        gc.collect()
+        closed += len(engine._to_abort) - before
+        return original(*args)
+
+    engine.model_runner._forward = collecting
+    outputs: dict[str, list] = {}
+    for n in range(3):
+        cycle: list[Any] = [engine.stream(make_prompt(4, seed=n), greedy(20))]
+        cycle.append(cycle)
+        next(cycle[0])
+        del cycle
+        collect(engine.step(), outputs)
+    drain(engine, outputs)
+    expect(closed, 3, "streams that were closed in the middle of a forward.")
+    expect(sorted(outputs), sorted(ids), "whose outputs `step` returned.")
+    for request_id in ids:
+        check_reference(outputs[request_id][-1], tiny, 12, engine)
+
+
+def test_several_threads_share_an_engine(make_engine: MakeEngine, tiny: Any) -> None:
+    """generate(), streams and aborts from four threads at once: each gets its own tokens."""
+    engine, failures, results = make_engine(), [], {}
+
+    def work(n: int) -> None:
+        try:
+            for i in range(4):
+                prompt = make_prompt(4 + n, seed=10 * n + i)
+                if n % 2:
+                    [output] = engine.generate([prompt], greedy(8), use_tqdm=False)
+                    results[n, i] = output
+                else:
+                    engine.stream(make_prompt(9, seed=i), greedy(30)).close()
+                    *_, results[n, i] = engine.stream(prompt, greedy(8))
+        except BaseException as error:  # noqa: B036
+            failures.append(error)
+
+    in_threads(work, 4)
+    assert not failures, failures
+    expect(len(results), 16, "answers of four threads.")
+    for output in results.values():
+        check_reference(output, tiny, 8, engine)
+    assert any(len(step.slices) > 1 for step in engine.trace.steps), "no two requests met"
+    check_idle(engine)
+
+
+def test_engines_in_two_threads_share_a_model(make_engine: MakeEngine, tiny: Any) -> None:
+    engines, results = [make_engine(), make_engine(block_size=8)], {}
+    prompts = [make_prompt(4 + n, seed=n) for n in range(4)]
+
+    def work(n: int) -> None:
+        results[n] = engines[n].generate(prompts, greedy(10), use_tqdm=False)
+
+    in_threads(work, 2)
+    expect(sorted(results), [0, 1], "the threads that came to their end.")
+    for n, outputs in results.items():
+        for output in outputs:
+            check_reference(output, tiny, 10, engines[n])
+
+
+def in_threads(work: Any, count: int) -> None:
+    """Run `work(0)`, `work(1)` and so on at the same time, switching often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_fork_is_refused(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with pytest.raises(RuntimeError, match=f"made in process {pid} .* fork {pid + 1}"):
+        engine.generate([make_prompt(4)], greedy(2), use_tqdm=False)
+
+
+def test_generate_of_the_model_works_after_and_beside_an_engine(
+    make_engine: MakeEngine, tiny: Any
+) -> None:
+    """The engine leaves the model as it found it."""
+    model, prompt = tiny[0], make_prompt(6)
+    before = model.config._attn_implementation
+    batch = torch.tensor([[0] * 3 + prompt[:3], prompt])
+    mask = torch.tensor([[0] * 3 + [1] * 3, [1] * 6])
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(batch, attention_mask=mask, **options).tolist()
+    engine = make_engine()
+    stream = engine.stream(prompt, greedy(8))
+    next(stream)
+    expect(model.config._attn_implementation, before, "the model's attention after a step.")
+    expect(model.generate(batch, attention_mask=mask, **options).tolist(), wanted, "generate().")
+    *_, last = stream
+    expect(last.token_ids, wanted[1][6:], "the engine's tokens, beside those of generate().")

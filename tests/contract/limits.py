@@ -215,3 +215,47 @@ def test_the_pool_is_sized_from_memory(stage: ModuleType, tiny: Any) -> None:
     )
     [output] = run(engine, [make_prompt(9)], greedy(3))
     check_reference(output, tiny, 3, engine)
+
+
+def test_stops_that_could_never_stop_are_refused(make_engine: MakeEngine, tiny: Any) -> None:
+    engine = make_engine()
+    vocab_size = tiny[0].config.vocab_size
+    with pytest.raises(ValueError, match=rf"id {vocab_size} lies outside .* of {vocab_size}"):
+        engine.add_request(make_prompt(4), greedy(2, stop_token_ids=[3, vocab_size]))
+    engine.add_request(make_prompt(4), greedy(2, stop_token_ids=[3, vocab_size - 1]))
+    drain(engine)
+    without = make_engine(model=(tiny[0], None))
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        without.add_request(make_prompt(4), greedy(2, stop=["x"]))
+    assert not without.has_unfinished_requests()
+
+
+def test_a_refused_request_leaves_its_id_free(make_engine: MakeEngine, tiny: Any) -> None:
+    """Every check comes before the request is registered, the last one too."""
+    engine = make_engine()
+    every_token = list(range(tiny[0].config.vocab_size))
+    for params in (greedy(4, min_tokens=2, stop_token_ids=every_token), greedy(10_000)):
+        with pytest.raises(ValueError):
+            engine.add_request(make_prompt(4), params, request_id="mine")
+        assert engine.progress("mine") is None and not engine.has_unfinished_requests()
+    engine.add_request(make_prompt(4), greedy(2), request_id="mine")
+    check_reference(drain(engine)["mine"][-1], tiny, 2, engine)
+
+
+def test_a_request_arrives_before_its_prompt_is_tokenised(
+    make_engine: MakeEngine, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TTFT counts from when the user handed the prompt in."""
+    engine = make_engine()
+    now = [100.0]
+    engine.clock = lambda: now[0]
+    encode = tiny[1].encode
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        now[0] += 5
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(tiny[1], "encode", slow)
+    engine.add_request("hello", greedy(1))
+    [output] = engine.step()
+    expect(output.metrics.arrival_time, 100.0, "arrival_time; the tokenizer took 5 seconds.")

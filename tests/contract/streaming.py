@@ -208,3 +208,39 @@ def test_generate_shows_its_progress(
     assert "2/2" in said, f"expected a progress bar that ends at 2/2, came {said!r}"
     engine.generate([make_prompt(3)], greedy(2), use_tqdm=False)
     expect(capsys.readouterr().err, "", "what is printed with use_tqdm=False.")
+
+
+def test_a_finished_stream_and_a_new_request_with_its_id(
+    make_engine: MakeEngine, tiny: Any
+) -> None:
+    """An open iterator of an ended request has nothing to do with a later one of the same id."""
+    engine = make_engine()
+    stream = engine.stream(make_prompt(4), greedy(3))
+    first = next(stream)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.add_request(make_prompt(7), greedy(5), request_id=first.request_id)
+    engine.step()
+    *_, last = stream
+    expect(len(last.token_ids), 3, "tokens of the stream that had ended.")
+    stream.close()
+    [outputs] = drain(engine).values()
+    check_reference(outputs[-1], tiny, 5, engine)
+
+
+def test_a_stream_that_nobody_reads_stays_small(make_engine: MakeEngine, tiny: Any) -> None:
+    """Its outputs are merged; no token and no text is lost."""
+    engine = make_engine(num_blocks=128)
+    unread = engine.stream(make_prompt(4), greedy(300))
+    added = engine.add_request(make_prompt(5), greedy(300))
+    *_, read = engine.stream(make_prompt(6), greedy(300))
+    inbox = [r.inbox for r in engine._requests.values() if r.inbox]
+    assert all(len(one) <= 129 for one in inbox), [len(one) for one in inbox]
+    assert len(engine._outbox) < 280, len(engine._outbox)
+    outputs = list(unread)
+    assert 1 < len(outputs) < 300, f"{len(outputs)} outputs: none were merged"
+    expect("".join(o.new_text for o in outputs), outputs[-1].text, "the joined text.")
+    check_reference(outputs[-1], tiny, 300, engine)
+    stepped = drain(engine)[added]
+    expect("".join(o.new_text for o in stepped), stepped[-1].text, "the joined text of `step`.")
+    check_reference(stepped[-1], tiny, 300, engine)

@@ -5,8 +5,11 @@ The tokenizers are made here: a byte-level BPE, and one that spells bytes out as
 
 from __future__ import annotations
 
+import random
 import re
+import tracemalloc
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -421,3 +424,57 @@ def test_a_stop_counts_only_where_it_may_end(stops, pieces):
         shown += matcher.append(piece, may_stop)
     shown += matcher.flush()
     assert (shown, matcher.stopped) == first_stop(text, stops, ends)
+
+
+def metaspace_tokenizer() -> Any:
+    """A tokenizer of SentencePiece's kind: "▁" is a space, and bytes have tokens of their own."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    pieces = ["▁", "▁a", "a", "▁▁", *(f"<0x{byte:02X}>" for byte in "😀é ".encode())]
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [])
+    )
+    tokenizer.add_special_tokens([AddedToken(f"<s{i}>", special=True) for i in range(2)])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def test_a_leading_space_before_special_tokens_is_kept():
+    tokenizer = metaspace_tokenizer()
+    special = tokenizer.token_to_id("<s0>")
+    token_ids = [tokenizer.token_to_id("▁"), *[special] * 9, tokenizer.token_to_id("▁a")]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    text = "".join([*map(detokenizer.append, token_ids), detokenizer.flush()])
+    assert text == tokenizer.decode(token_ids) == " a"
+
+
+def test_random_streams_of_a_metaspace_tokenizer():
+    tokenizer, rng = metaspace_tokenizer(), random.Random(0)
+    parts = [[tokenizer.token_to_id(piece)] for piece in ("▁", "▁a", "a", "▁▁", "<s0>", "<s1>")]
+    parts.append([tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()])
+    for _ in range(1500):
+        token_ids = sum(rng.choices(parts, [3, 3, 1, 1, 20, 20, 1], k=rng.randrange(1, 50)), [])
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        text = "".join([*map(detokenizer.append, token_ids), detokenizer.flush()])
+        assert text == tokenizer.decode(token_ids), token_ids
+
+
+def test_t1_a_long_stop_string_costs_memory_once():
+    stop = "ab" * 15_000
+    tracemalloc.start()
+    matcher = StopMatcher([stop])
+    for _ in range(14_999):
+        assert matcher.append("ab") == ""
+    assert matcher.append("aa") == "ab" * 14_999 + "a"
+    matcher.append(stop[1:])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert matcher.stopped == stop
+    assert peak < 4 * 2**20, f"{peak:,} bytes at most for a stop string of {len(stop):,} characters"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -260,17 +261,36 @@ def test_two_requests_with_one_seed_do_not_share_a_generator():
 
 def test_c4_the_generator_moves_once_for_each_token():
     request = make_request(seed=4)
-    generator = torch.Generator().manual_seed(4)
+    generator = np.random.default_rng(4)
     sampler = Sampler()
     for step in range(5):
         sampler.sample(make_logits(1, seed=step), [request])
-        torch.empty(VOCAB_SIZE).uniform_(generator=generator)
-        assert torch.equal(request.sampler_state.generator.get_state(), generator.get_state())
+        generator.random(VOCAB_SIZE, dtype=np.float32)
+        moved = request.sampler_state.generator
+        assert moved.bit_generator.state == generator.bit_generator.state
         # Steps of others, and refused steps, leave it where it is.
         sampler.sample(make_logits(1), [make_request()])
         with pytest.raises(ValueError, match="cannot sample"):
             sampler.sample(torch.full((1, VOCAB_SIZE), math.nan), [request])
-        assert torch.equal(request.sampler_state.generator.get_state(), generator.get_state())
+        assert moved.bit_generator.state == generator.bit_generator.state
+
+
+def test_every_bit_of_a_seed_counts():
+    seeds = [7, 7 + 2**16, 7 + 2**31, 7 + 2**32, 7 + 2**63, 2**64 - 1]
+    assert len({tuple(draws([make_request(seed=seed)], 0)) for seed in seeds}) == len(seeds)
+
+
+def test_min_p_is_of_the_likeliest_token_and_top_p_of_what_min_p_keeps():
+    """0.5, 0.3, 0.2: min_p 0.5 keeps two, of which the first holds 0.625 of the mass."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+
+    def drawn(**params: float) -> set[int]:
+        sampler, requests = Sampler(0), [make_request(**params)]
+        return {sampler.sample(logits, requests)[0].token_id for _ in range(100)}
+
+    assert drawn(min_p=0.5) == {0, 1}
+    assert drawn(top_p=0.6) == {0, 1}
+    assert drawn(min_p=0.5, top_p=0.6) == {0}
 
 
 def test_a_seed_works_with_every_filter():
