@@ -1,12 +1,14 @@
 """Four streams, then a long cold prompt: how long does it keep the streams waiting?
 
-Stages run in turn. With `--chunk-sizes`, stage 04 once for each size: the longest gap falls and the
+Stages run in turn. Then stage 04 alone: two long prompts instead of one, and a burst of short ones,
+with its default budget and with 8,192 tokens a step. With `--chunk-sizes`, stage 04 once for each size: the longest gap falls and the
 long request's TTFT rises as chunks get smaller. With `--target-ms`, also stage 04 in the mode that
 chooses each chunk for a step time.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shared import SamplingParams
@@ -20,6 +22,7 @@ from .results import Report
 from .session import Session, fresh
 
 TABLE = "stall"
+BUDGETS = "stall by budget"
 SWEEP = "stall by chunk size"
 RESERVED = "stage 04, reserved"  # with `reserve_full_prompt`: no row, only raw data for a picture
 OWN = {
@@ -37,8 +40,12 @@ OWN = {
     "over_target": Measure("p99 / target", "x", "gap p99 / target_step_ms", "lower"),
 }
 WITHOUT_TARGET = {key: measure for key, measure in OWN.items() if key != "over_target"}
-FULL = {"rounds": 3, "long_prompt_tokens": 3072, "stream_tokens": 112, "after_tokens": 16}
-QUICK = {"rounds": 1, "stream_tokens": 48}
+BY_BUDGET = ("itl_max", "itl_p50", "ttft_p50", "output_tok_s")
+FULL = {
+    **{"rounds": 3, "long_prompt_tokens": 3072, "stream_tokens": 112, "after_tokens": 16},
+    **{"burst": 16, "burst_tokens": 32},
+}
+QUICK = {"rounds": 1, "stream_tokens": 48, "burst": 6, "burst_tokens": 8}
 
 
 def add_options(parser: Parser) -> None:
@@ -113,6 +120,41 @@ def run(session: Session) -> None:
             values = measure(result, target_ms if name.endswith("target") else None)
             report.measure(TABLE, name, values)
         report.series[name] = series(result)
+    if 4 in args.stages:
+        by_budget(session, two_documents(workload, session), rounds)
+        burst = workloads.chat(
+            session.text(), args.seed, size["burst"], max_tokens=size["burst_tokens"]
+        )
+        by_budget(session, burst, rounds)
+
+
+def two_documents(workload: workloads.Workload, session: Session) -> workloads.Workload:
+    """The episode with a second long prompt, which comes together with the first."""
+    *streams, long = workload.requests
+    passages = workloads.Passages(session.text(), session.args.seed + 1)
+    second = replace(
+        long,
+        request_id="long-2",
+        prompt_token_ids=passages.take(len(long.prompt_token_ids)),
+    )
+    return workloads.Workload("two long prompts", (*streams, long, second))
+
+
+def by_budget(session: Session, workload: workloads.Workload, rounds: int) -> None:
+    """Stage 04 with nothing set, and with so large a budget that each prompt gets a chunk."""
+    report = session.report
+    report.show(BUDGETS, BY_BUDGET)
+    report.workloads[workload.name] = workload.summary()
+    options = {k: v for k, v in rows.engine_options(workload).items() if "batched" not in k}
+    engines = {
+        "default": session.engine(4, **options),
+        "8,192": session.engine(4, **options, max_num_batched_tokens=8192),
+    }
+    for name in session.turns(list(engines), rounds):
+        fresh(engines[name])
+        outputs = run_engine(engines[name], workload).outputs
+        values = {**metrics.latency(outputs), **metrics.throughput(outputs)}
+        report.measure(BUDGETS, workload.name, values, budget=name)
 
 
 def make(session: Session, stage: int, workload: workloads.Workload, **options: Any) -> Any:

@@ -92,6 +92,13 @@ def check_ladder(content: dict[str, Any]) -> None:
 
 def check_stall(content: dict[str, Any]) -> None:
     assert names(content, "stall") == ["stage 03", "stage 04", "stage 04, target"]
+    by_budget = [row for row in content["rows"] if row["table"] == "stall by budget"]
+    assert [(row["name"], row["params"]["budget"]) for row in by_budget] == [
+        *(("two long prompts", "default"), ("two long prompts", "8,192")),
+        *(("chat", "default"), ("chat", "8,192")),
+    ]
+    assert all(row["values"]["itl_max"]["median"] > 0 for row in by_budget)
+    assert content["workloads"]["two long prompts"]["num_requests"] == 6
     series = content["series"]["stage 04"]
     long = series["requests"]["long"]
     assert long["arrival"] == 0 and long["prompt_tokens"] == 100
