@@ -7,7 +7,9 @@ slowest: the loop uses up the thread's time slice, so that the other program run
 that is left waits for the whole of that program's slice. This may happen in every region.
 
 A sleeping thread is given a core as soon as it is woken, but waking it takes some ten microseconds.
-So the threads here spin for about as long as the others usually need, and then sleep.
+So the threads here spin for a fraction of a millisecond, which covers the work between two regions,
+and then sleep. With less, a step on a free machine takes longer; beside programs that compute all
+the time, OMP_WAIT_POLICY=passive (sleep at once) is better still.
 `python -m shared.bench waiting` compares this with other settings.
 
 The OpenMP library reads its settings when torch loads it, so `shared` imports this module first.
