@@ -1,9 +1,9 @@
 """Four streams, then a long cold prompt: how long does it keep the streams waiting?
 
 Stages run in turn. Then stage 04 alone: two long prompts instead of one, and a burst of short ones,
-with its default budget and with 8,192 tokens a step. With `--chunk-sizes`, stage 04 once for each size: the longest gap falls and the
-long request's TTFT rises as chunks get smaller. With `--target-ms`, also stage 04 in the mode that
-chooses each chunk for a step time.
+with its default budget and with 8,192 tokens a step. With `--chunk-sizes`, stage 04 once for each
+size: the longest gap falls and the long request's TTFT rises as chunks get smaller. With
+`--target-ms`, also stage 04 in the mode that chooses each chunk for a step time.
 """
 
 from __future__ import annotations

@@ -6,39 +6,59 @@ has a `scheduler`, a `block_manager`, `add_request` and `_advance`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import os
+import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
 from .checks import check_text, short
-from .outputs import Request, RequestOutput, SampledToken, merge_outputs
-from .prompts import encode, eos_token_ids, special_stop_ids
+from .outputs import Request, RequestOutput, SampledToken
+from .prompts import chat_prompt, encode, eos_token_ids, special_stop_ids
 from .sampling_params import SamplingParams
 from .trace import StepRecord, Trace
+from .turns import Turns
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
+Messages = str | list[dict[str, Any]]
 
-# Outputs that wait to be fetched. Beyond this many, those of one request are merged into one.
-MAX_UNREAD = 128
+# Outputs of one completion that are kept for whoever does not fetch them; then they are merged.
+MAX_UNREAD = 64
+
+
+@dataclasses.dataclass
+class _Load:
+    """What was computed since the last log line. Times are those of the engine's clock."""
+
+    since: float = -math.inf
+    last: float = -math.inf
+    tokens_in: int = 0
+    tokens_out: int = 0
 
 
 class EngineBase:
     """The part of an engine that is the same in all stages.
 
-    Its methods may be called from several threads; they take turns. A process that was forked off
-    cannot use the engine, because the threads that compute exist in the parent only.
+    Several threads may use one engine, or engines of one model: steps take turns, `add_request` and
+    `abort_request` never wait for a step. Processes may not: after a fork an engine refuses to
+    work, so start processes with the method "spawn".
 
     Attributes:
         trace: one `StepRecord` per step in `trace.steps`, the newest 10,000.
+        log_interval: seconds between two log lines about the load; infinity is never.
     """
+
+    log_interval = 10.0
 
     scheduler: Any
     block_manager: Any
@@ -50,52 +70,26 @@ class EngineBase:
             raise TypeError(
                 f"an engine needs a loaded (model, tokenizer) pair, got model {model!r}"
             )
+        self._turns = Turns.of(model)
         self.tokenizer = tokenizer
         self.trace = Trace(max_steps=10_000)
         self._vocab_size = model.config.get_text_config().vocab_size
         self._eos_token_ids = eos_token_ids(model, tokenizer)
         self._ids = count()
-        self._requests: dict[str, Request] = {}  # live ones, like the next
+        self._ids_lock = threading.Lock()  # held for moments only, never during a step
+        self._requests: dict[str, Request] = {}  # live completions, like the next
         self._sequences: dict[str, Any] = {}
-        self._outbox: list[RequestOutput] = []  # not yet returned by `step`
-        self._lock = threading.RLock()
-        self._depth = 0  # of calls that change the engine, in the thread that has the lock
-        self._to_abort: list[str] = []  # as soon as no call is changing the engine
-        self._process_id = os.getpid()
+        self._groups: dict[str, list[Request]] = {}  # all completions of a live request, by its id
+        self._outbox: dict[Request, deque[RequestOutput]] = {}  # not yet returned by `step`
+        # What `_open` is about to add: where its requests go, and how many outputs each keeps.
+        self._opening: dict[str, tuple[list[Request], int]] = {}
+        self._load = _Load()
         names = "steps tokens generated preemptions finished prompt_tokens hit_tokens"
         self._totals = dict.fromkeys(names.split(), 0)  # the last three when a request ends
 
     def clock(self) -> float:
         """Now, in seconds. A simulated engine has a clock of its own."""
         return time.perf_counter()
-
-    # Invariant: nobody but the thread that has the lock changes the engine, and no request ends in
-    # the middle of a step. `abort_request` may be called there, since the garbage collector closes
-    # an abandoned stream whenever it likes; what it asks for is done when the step is over.
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Have the engine to oneself; afterwards do the aborts that came in the meantime."""
-        if os.getpid() != self._process_id:
-            raise RuntimeError(
-                f"this engine was made in process {self._process_id} and cannot be used in its "
-                f"fork {os.getpid()}: make an engine after the fork"
-            )
-        with self._lock:
-            self._depth += 1
-            try:
-                if self._depth == 1:
-                    self._do_aborts()
-                yield
-            finally:
-                if self._depth == 1:
-                    self._do_aborts()
-                self._depth -= 1
-
-    def _do_aborts(self) -> None:
-        while self._to_abort:
-            request_id = self._to_abort.pop()
-            if request_id in self._requests:
-                self._finish(request_id, "abort", self.clock())
 
     def _new_request(
         self,
@@ -104,7 +98,7 @@ class EngineBase:
         request_id: str | None,
         check: Callable[[int, int | None], int],
     ) -> Request:
-        """Check everything about a request but whether its id is in use.
+        """Check everything about a request but whether its id is free. Changes nothing.
 
         Args:
             check: given the number of prompt tokens and `max_tokens`, returns the `max_tokens` to
@@ -117,11 +111,23 @@ class EngineBase:
         if special := special_stop_ids(params.stop or (), self.tokenizer):
             stop_token_ids = (*(params.stop_token_ids or ()), *sorted(special))
             params = dataclasses.replace(params, stop_token_ids=stop_token_ids)
-        self._check_stops(params)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"stop {short(list(params.stop))} needs text, and this engine has no tokenizer: "
+                "use stop_token_ids"
+            )
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("logit_bias", dict(params.logit_bias or ())),
+        ):
+            if wrong := [i for i in ids if i >= self._vocab_size]:
+                raise ValueError(
+                    f"{name}: token id {short(wrong[0])} lies outside the vocabulary of "
+                    f"{self._vocab_size}"
+                )
         prompt_token_ids = encode(prompt, self.tokenizer, self._vocab_size)
         max_tokens = check(len(prompt_token_ids), params.max_tokens)
-        if request_id is None:
-            request_id = next(i for i in map(str, self._ids) if i not in self._requests)
+        request_id = self._new_id() if request_id is None else request_id
         check_text("request_id", request_id)
         request = Request(
             request_id=request_id,
@@ -132,89 +138,117 @@ class EngineBase:
             max_tokens=max_tokens,
             arrival_time=arrival_time,
         )
-        num_stops = sum(t < self._vocab_size for t in request.stop_token_ids)
-        if params.min_tokens and num_stops == self._vocab_size:
+        if params.min_tokens and len(request.stop_token_ids) == self._vocab_size:
             raise ValueError("min_tokens leaves no token: all of the vocabulary are stop tokens")
         return request
 
-    def _register(self, request: Request, sequence: Any) -> str:
-        """Make a request live, unless its id is in use; return the id."""
-        request_id = request.request_id
-        with self._changing():
-            if request_id in self._requests:
-                raise ValueError(
-                    f"request_id {request_id!r} is in use by a request that still runs"
-                )
-            self._requests[request_id] = request
-            self._sequences[request_id] = sequence
-            self.scheduler.add(sequence)
-        return request_id
+    def _new_id(self) -> str:
+        return next(i for i in map(str, self._ids) if i not in self._groups)
 
-    def _check_stops(self, params: SamplingParams) -> None:
-        """Raise ValueError for what could never stop a request of this engine."""
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop strings need a tokenizer; this engine has none: {params.stop}")
-        if (largest := max(params.stop_token_ids or (), default=0)) >= self._vocab_size:
-            raise ValueError(
-                f"stop token id {short(largest)} lies outside the vocabulary of {self._vocab_size}"
+    def _register(self, request: Request, sequence: Any) -> str:
+        """Make a checked request live, with its sequence, and return its id. Never waits.
+
+        Each of its `n` completions is a sequence of its own. Completion 2 of request "a" is called
+        "a#2" in the trace; completion 0 is "a".
+
+        Raises:
+            ValueError: its id is in use. Nothing has changed then.
+        """
+        request_id, params = request.request_id, request.params
+        requests, sequences = [request], [sequence]
+        for index in range(1, params.n):
+            requests.append(
+                Request(
+                    f"{request_id}#{index}",
+                    *(request.prompt_token_ids, params.completion(index), self.tokenizer),
+                    *(self._eos_token_ids, request.max_tokens, request.metrics.arrival_time),
+                    *(index, request_id),
+                )
             )
+            sequences.append(copy.deepcopy(sequence))
+            sequences[-1].request_id = requests[-1].request_id
+        request.params = params.completion(0)
+        group, most = self._opening.get(request_id, ([], None))
+        by_id = {r.request_id: r for r in requests}
+        with self._ids_lock:
+            if used := [i for i in by_id if i in self._requests or i in self._groups]:
+                raise ValueError(f"request_id {used[0]!r} is in use by a request that still runs")
+            for one in requests:
+                one.inbox = None if most is None else deque(maxlen=most)
+            group.extend(requests)
+            self._sequences.update(zip(by_id, sequences, strict=True))
+            self._requests.update(by_id)
+            self._groups[request_id] = group
+        self._turns.change(lambda: [self.scheduler.add(one) for one in sequences])
+        return request_id
 
     def _check_salt(self, cache_salt: str) -> None:
         """Raise TypeError or ValueError for a `cache_salt` of which no hash can be made."""
         check_text("cache_salt", cache_salt)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request, whatever its state. False if there is no such live request.
+        """End a request in whatever state it is. False if there is no such live request.
 
-        Its blocks are free at once, and the next `step` returns its last output, with reason
-        "abort". During a step, in this thread or another, the request ends after the step: it still
-        gets that step's token. The call never waits for a step.
+        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
+        If a step runs, in this thread or in another, all this happens at its end, after its tokens
+        were handed out: a request that ends with that step ends for its own reason. Never waits.
         """
-        if request_id not in self._requests or request_id in self._to_abort:
+        group = self._groups.get(request_id)
+        if group is None or group[0].abort_asked:
             return False
-        self._to_abort.append(request_id)
-        if self._lock.acquire(blocking=False):  # else whoever has it does the abort
-            try:
-                if self._depth == 0:
-                    with self._changing():
-                        pass
-            finally:
-                self._lock.release()
+        self._abort(group)
         return True
+
+    def _abort(self, group: list[Request]) -> None:
+        """End all completions of a request that are live when it is done."""
+
+        def end() -> None:
+            for request in group:
+                if self._is_live(request):
+                    self._finish(request.request_id, "abort", self.clock())
+
+        group[0].abort_asked = True
+        self._turns.change(end)
+
+    def _is_live(self, request: Request) -> bool:
+        """Whether it is unfinished. Another request may have its id since it ended."""
+        return self._requests.get(request.request_id) is request
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to compute or to return."""
-        return self.scheduler.has_unfinished() or bool(self._outbox)
+        return self.scheduler.has_unfinished() or bool(self._outbox) or self._turns.has_changes
 
     def step(self) -> list[RequestOutput]:
         """Compute one batch; return an output for each request that got a token or ended."""
-        with self._lock:
-            with self._changing():
-                self._advance()
-            outputs, self._outbox = self._outbox, []
-        return outputs
+        with self._turns.take():
+            self._advance()
+            self._turns.catch_up()
+            outbox, self._outbox = self._outbox, {}
+        return [output for outputs in outbox.values() for output in outputs]
 
     def _finish(self, request_id: str, reason: str, now: float) -> None:
+        request = self._requests[request_id]
         self.scheduler.finish(self._sequences.pop(request_id), reason)
-        request = self._requests.pop(request_id)
         request.finish(reason, now)
         self._totals["finished"] += 1
         self._totals["prompt_tokens"] += len(request.prompt_token_ids)
         self._totals["hit_tokens"] += request.metrics.num_cached_tokens
         self._deliver(request)
+        # Only now is it no longer live: a reader in another thread must find its last output.
+        del self._requests[request_id]
+        group = self._groups[request.public_id]
+        if not any(map(self._is_live, group)):
+            del self._groups[request.public_id]
 
     def _deliver(self, request: Request) -> None:
-        output = request.output()
-        if request.inbox is not None:  # of a stream
-            request.inbox.append(output)
-            if len(request.inbox) > MAX_UNREAD:
-                merged = merge_outputs(request.inbox)
-                request.inbox.clear()
-                request.inbox.extend(merged)
-        else:
-            self._outbox.append(output)
-            if len(self._outbox) > 2 * MAX_UNREAD + len(self._requests):
-                self._outbox = merge_outputs(self._outbox)
+        """Put its output where it is fetched. What nobody fetches for long is merged."""
+        outputs, output = request.inbox, request.output()
+        if outputs is None:
+            outputs = self._outbox.setdefault(request, deque(maxlen=MAX_UNREAD))
+        if len(outputs) == outputs.maxlen:
+            with suppress(IndexError):  # its reader, in another thread, was faster
+                output.new_text = outputs.pop().new_text + output.new_text
+        outputs.append(output)
 
     def _fail(self, batch: Any) -> None:
         """End all requests of a batch that could not be computed."""
@@ -230,6 +264,30 @@ class EngineBase:
             else:
                 self._deliver(request)
 
+    def _log_load(self, batch: Any, start: float, end: float) -> None:
+        """Log a line about the load, every `log_interval` seconds in which there are steps."""
+        load = self._load
+        if start - load.last > self.log_interval:  # it was idle: a new interval begins
+            self._load = load = _Load(since=start)
+        load.last = end
+        load.tokens_in += sum(
+            max(0, min(s.end_pos, s.sequence.num_prompt_tokens) - s.start_pos) for s in batch.slices
+        )
+        load.tokens_out += len(batch.sampling)
+        seconds = end - load.since
+        if seconds < self.log_interval:
+            return
+        self._load = _Load(since=end, last=end)
+        manager, totals = self.block_manager, self._totals
+        logger.info(
+            "%.0f prompt tokens/s in, %.1f tokens/s out; %d running, %d waiting; "
+            "pool %.1f %% used; prefix cache hit rate %.1f %%",
+            *(load.tokens_in / seconds, load.tokens_out / seconds),
+            *(len(self.scheduler.running), len(self.scheduler.waiting)),
+            100 * (1 - manager.num_free_blocks / manager.num_blocks),
+            100 * totals["hit_tokens"] / max(1, totals["prompt_tokens"]),
+        )
+
     def _record(self, batch: Any, start: float, end: float) -> None:
         """Add a step to the trace and to the counts."""
         running = self.scheduler.running
@@ -237,6 +295,7 @@ class EngineBase:
         self._totals["tokens"] += sum(s.num_tokens for s in batch.slices)
         self._totals["generated"] += len(batch.sampling)
         self._totals["preemptions"] += len(batch.preempted)
+        self._log_load(batch, start, end)
         tables = None
         if self.trace.record_blocks:
             tables = {s.request_id: s.block_table.copy() for s in running}
@@ -269,6 +328,10 @@ class EngineBase:
             sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
+        Returns:
+            For each prompt the output of its first completion; with `n` above 1 all of them are in
+            `output.outputs`.
+
         Raises:
             TypeError, ValueError: a prompt is refused; none has started then.
         """
@@ -283,69 +346,101 @@ class EngineBase:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} sampling_params")
 
-        requests: list[Request] = []
+        groups: list[list[Request]] = []
+        prompt: Any
         try:
             for prompt, params in zip(prompts, each, strict=True):
-                requests.append(self._add_with_inbox(cast(Prompt, prompt), params, max_unread=1))
+                groups.append(self._open(prompt, params, most=1))
             with tqdm(total=len(prompts), disable=not use_tqdm, unit="request") as progress:
-                while live := sum(not request.finished for request in requests):
-                    progress.update(len(prompts) - live - progress.n)
-                    with self._changing():
-                        self._advance()
+                while live := [group for group in groups if any(map(self._is_live, group))]:
+                    progress.update(len(prompts) - len(live) - progress.n)
+                    with self._turns.take():
+                        if any(self._is_live(request) for group in live for request in group):
+                            self._advance()
                 progress.update(len(prompts) - progress.n)
-            return [request.inbox[-1] for request in requests if request.inbox]
+            outputs = [[r.inbox[-1] for r in group if r.inbox] for group in groups]
+            for first, *others in outputs:
+                first.others = others
+            return [first for first, *_ in outputs]
         finally:
-            for request in requests:
-                self._close(request)
-
-    def _add_with_inbox(
-        self, prompt: Prompt, params: SamplingParams | None, max_unread: int | None = None
-    ) -> Request:
-        """Add a request whose outputs do not go to `step`."""
-        with self._changing():
-            request = self._requests[self.add_request(prompt, params)]
-            request.inbox = deque(maxlen=max_unread)
-        return request
-
-    def _close(self, request: Request) -> None:
-        """Nobody reads the outputs of this request any more."""
-        request.inbox = deque(maxlen=0)
-        if self._requests.get(request.request_id) is request:
-            self.abort_request(request.request_id)
+            for group in groups:
+                self._abort(group)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Add a request now and iterate over its outputs. Closing the iterator aborts it.
 
-        Several streams may be read in turn: reading one drives the whole engine.
+        Several streams may be read in turn: reading one drives the whole engine. Of a completion
+        whose outputs nobody takes, the oldest 63 are kept, and the newest with all later text in
+        its `new_text`. With `n` above 1 the outputs of all completions come as they are made.
         """
-        outputs = self._take(self._add_with_inbox(prompt, sampling_params))
+        outputs = self._take(self._open(prompt, sampling_params, most=MAX_UNREAD))
         next(outputs)
         return outputs
 
-    def _take(self, request: Request) -> Iterator[Any]:
+    def _open(self, prompt: Prompt, params: SamplingParams | None, most: int) -> list[Request]:
+        """Add a request whose outputs go to its inboxes, at most `most` for each completion."""
+        request_id, group = self._new_id(), []  # type: str, list[Request]
+        self._opening[request_id] = group, most
+        try:
+            self.add_request(prompt, params, request_id)
+        finally:
+            del self._opening[request_id]
+        return group
+
+    def _take(self, group: list[Request]) -> Iterator[Any]:
         try:
             yield  # for `stream`: only an iterator that has begun does what `finally` says
-            while request.inbox or not request.finished:
-                if request.inbox:
-                    yield request.inbox.popleft()
+            while True:
+                is_live = any(map(self._is_live, group))  # first: what ends has delivered by then
+                inbox = next((r.inbox for r in group if r.inbox), None)
+                if inbox:
+                    yield inbox.popleft()
+                elif is_live:
+                    with self._turns.take():
+                        if not any(r.inbox for r in group):  # the step of another thread may have
+                            self._advance()
                 else:
-                    with self._changing():
-                        self._advance()
+                    return
         finally:
-            self._close(request)
+            self._abort(group)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` for conversations, in the model's own chat format.
+
+        Args:
+            messages: one conversation or a list of them; each is a list of `{"role": ...,
+                "content": ...}`, or the text of one user message.
+            sampling_params, use_tqdm: as for `generate`.
+
+        Raises:
+            TypeError, ValueError: as `chat_prompt` and `generate`.
+        """
+        if self.tokenizer is None:
+            raise TypeError("a chat needs a tokenizer; this engine has none")
+        is_one = isinstance(messages, str) or not all(
+            isinstance(one, (str, list)) for one in messages
+        )
+        conversations: Any = [messages] if is_one else messages
+        prompts = [chat_prompt(self.tokenizer, one) for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def progress(self, request_id: str) -> dict[str, Any] | None:
         """How far a live request has got inside, however little it has shown; None if not live.
 
         A request without a first token may not have begun, or be half done: only the engine knows.
-        `seconds` is the time since its arrival.
+        `seconds` is the time since its arrival. Of several completions, the first that is live.
         """
-        with self._changing():
-            if request_id not in self._requests:
-                return None
-            sequence, request = self._sequences[request_id], self._requests[request_id]
+        request = next(filter(self._is_live, self._groups.get(request_id, ())), None)
+        sequence = self._sequences.get(request.request_id) if request else None
+        if request is None or sequence is None:
+            return None
         return {
             "state": sequence.status.value,
             "prefilled_tokens": min(sequence.cached_token_count, sequence.num_prompt_tokens),

@@ -8,8 +8,8 @@ All times are seconds of `time.perf_counter`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -74,6 +74,10 @@ class RequestMetrics:
 class RequestOutput:
     """A request as it stands after a step. Later steps do not change it.
 
+    A request with `n` above 1 has an output for each of its completions, which `index` tells apart;
+    each has text, tokens and an end of its own. `generate` returns the output of completion 0, and
+    all of them are in its `outputs`. So `output.outputs[i].text` means what it means in vLLM.
+
     Attributes:
         prompt_token_ids: one list, shared by all outputs of the request.
         token_ids: all generated tokens so far, an EOS or stop token that ended them included.
@@ -82,6 +86,10 @@ class RequestOutput:
         new_text: what was added to the text since the request's last output.
         finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
         logprobs: for each token of token_ids, as in `SampledToken`; None if not asked for.
+        index: which completion of the request this is, from 0.
+        stop_reason: if `finish_reason` is "stop", the stop string or the id of the stop token that
+            ended it; None for EOS.
+        others: in what `generate` returns, the outputs of the completions from 1 on.
     """
 
     request_id: str
@@ -93,31 +101,28 @@ class RequestOutput:
     finish_reason: str | None
     metrics: RequestMetrics
     logprobs: list[dict[int, float]] | None = None
+    index: int = 0
+    stop_reason: int | str | None = None
+    others: list[RequestOutput] = field(default_factory=list, repr=False)
 
-
-def merge_outputs(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-    """One output for each request: its newest, whose `new_text` is that of all, joined.
-
-    The last output of a finished request stays apart from those of a later one with its id.
-    """
-    merged: dict[tuple[str, int], RequestOutput] = {}
-    for output in outputs:
-        key = (output.request_id, id(output.prompt_token_ids))
-        if earlier := merged.pop(key, None):
-            output = replace(output, new_text=earlier.new_text + output.new_text)
-        merged[key] = output
-    return list(merged.values())
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All completions of the request, this one first."""
+        return [self, *self.others]
 
 
 class Request:
-    """One request from its arrival to its last output: tokens in, text and a finish reason out.
+    """One completion from its arrival to its last output: tokens in, text and a finish reason out.
 
     Args:
+        request_id: unique among the engine's live requests, completions included.
         max_tokens: most tokens to generate, at least 1; the engine has resolved
             `params.max_tokens=None` and the model's context.
         tokenizer: as for `IncrementalDetokenizer`; None leaves the text empty.
         eos_token_ids: tokens that end the output unless the parameters say `ignore_eos`.
         arrival_time: when the request was added.
+        index: which of the `n` completions of the user's request this is.
+        public_id: the id of the user's request; None if that is `request_id`.
 
     stop_token_ids: EOS and stop tokens together, which `min_tokens` makes impossible at first.
     sampler_state: belongs to the sampler (random generator, token counts); nobody else looks.
@@ -133,21 +138,28 @@ class Request:
         eos_token_ids: frozenset[int],
         max_tokens: int,
         arrival_time: float,
+        index: int = 0,
+        public_id: str | None = None,
     ):
         if max_tokens < 1:
             raise ValueError(
                 f"request {request_id!r}: max_tokens must be 1 or more, got {max_tokens}"
             )
         self.request_id = request_id
+        self.public_id = request_id if public_id is None else public_id
+        self.index = index
+        self.abort_asked = False
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         stop_token_ids = frozenset(params.stop_token_ids or ())
         self.stop_token_ids = eos_token_ids | stop_token_ids
-        self._end_token_ids = stop_token_ids if params.ignore_eos else self.stop_token_ids
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self._end_token_ids = stop_token_ids | self._eos_token_ids
         self.max_tokens = max_tokens
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self.metrics = RequestMetrics(arrival_time)
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.sampler_state: Any = None
@@ -181,14 +193,15 @@ class Request:
         reason = None
         if may_stop and token_id in self._end_token_ids:
             reason = "stop"
+            self.stop_reason = None if token_id in self._eos_token_ids else token_id
         else:
             self._add_text(self._detokenizer.append(token_id), may_stop)
         if reason is None and len(self.token_ids) >= self.max_tokens:
             reason = "length"
         if reason is not None:
             self._add_text(self._detokenizer.flush(), may_stop)
-        if self._stop_matcher.stopped is not None:
-            reason = "stop"
+        if self.stop_reason is None and self._stop_matcher.stopped is not None:
+            reason, self.stop_reason = "stop", self._stop_matcher.stopped
         if reason is not None:
             self._end(reason, now)
         return reason
@@ -208,7 +221,7 @@ class Request:
         self._num_chars_output = len(self.text)
         metrics = self.metrics
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=self.public_id,
             prompt_token_ids=self.prompt_token_ids,
             token_ids=self.token_ids.copy(),
             text=self.text,
@@ -222,6 +235,8 @@ class Request:
                 metrics.num_cached_tokens,
             ),
             logprobs=None if self.logprobs is None else self.logprobs.copy(),
+            index=self.index,
+            stop_reason=self.stop_reason,
         )
 
     def _add_text(self, text: str, may_stop: bool) -> None:

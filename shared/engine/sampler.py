@@ -29,11 +29,13 @@ class _State:
     Attributes:
         generator: of a request with a seed; it moves once per sampled token and never else.
         prompt_mask: bool [vocab_size], the tokens of the prompt.
+        bias: the ids of `logit_bias`, int64 [n], and what is added to their logits, float32 [n].
         output_counts: float32 [vocab_size], how often each token was generated.
         num_counted: how many generated tokens output_counts holds.
     """
 
     generator: Any = None
+    bias: tuple[Tensor, Tensor] | None = None
     prompt_mask: Tensor | None = None
     output_counts: Tensor | None = None
     num_counted: int = 0
@@ -43,8 +45,8 @@ class Sampler:
     """Chooses one token for each request.
 
     Follows vLLM's order (v0.11.0, vllm/v1/sample/sampler.py): log-probabilities of the raw
-    logits, mask of min_tokens, penalties, then argmax for greedy rows, and temperature, min_p,
-    top_k, top_p and a draw for the others.
+    logits, mask of min_tokens, logit bias, penalties, then argmax for greedy rows, and temperature,
+    min_p, top_k, top_p and a draw for the others.
 
     Args:
         seed: of the generator that all requests without a seed of their own share; None takes one
@@ -73,14 +75,16 @@ class Sampler:
         if all(request.params.is_plain_greedy for request in requests):
             return [SampledToken(token_id) for token_id in _argmax(logits, requests)]
 
-        # 1. Mask and penalties, on a copy: the reported log-probabilities are of the raw logits.
+        # 1. Mask, bias, penalties, on a copy: the reported log-probabilities are of the raw logits.
         scores = logits.float()
         masked = [len(r.token_ids) < r.params.min_tokens for r in requests]
-        if any(masked) or any(request.params.has_penalties for request in requests):
+        if any(masked) or any(r.params.has_penalties or r.params.logit_bias for r in requests):
             scores = logits.to(torch.float32, copy=True)
             for row, request in enumerate(requests):
                 if masked[row]:
                     _mask_stop_tokens(scores[row], request)
+                if request.params.logit_bias:
+                    _apply_bias(scores[row], request)
                 if request.params.has_penalties:
                     _apply_penalties(scores[row], request)
 
@@ -190,6 +194,18 @@ def _mask_stop_tokens(scores: Tensor, request: Request) -> None:
     for token_id in request.stop_token_ids:
         if token_id < len(scores):
             scores[token_id] = -math.inf
+
+
+def _apply_bias(scores: Tensor, request: Request) -> None:
+    """Add the request's `logit_bias`. scores: [vocab_size], changed in place."""
+    state = _state(request)
+    if state.bias is None:
+        token_ids, values = zip(*request.params.logit_bias or (), strict=True)
+        state.bias = (
+            torch.tensor(token_ids, device=scores.device),
+            torch.tensor(values, dtype=torch.float32, device=scores.device),
+        )
+    scores.index_add_(0, *state.bias)
 
 
 def _apply_penalties(scores: Tensor, request: Request) -> None:

@@ -1,18 +1,20 @@
 """What a caller may ask of the sampler for one request, checked when it is made.
 
 Knows nothing of tensors, tokenizers or models: a value that depends on one of them (a token id
-beyond the vocabulary, ``max_tokens`` beyond the context) is judged elsewhere, at the engine's door.
+beyond the vocabulary, ``max_tokens`` beyond the context) is checked by the engine, when the request
+is added.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 # vLLM v0.11.0, vllm/sampling_params.py: _SAMPLING_EPS.
 GREEDY_BELOW = 1e-5
+MAX_N = 1024  # completions of one request
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,11 @@ class SamplingParams:
     Fields that vLLM has mean what they mean there (v0.11.0, vllm/sampling_params.py). What
     differs: ``max_tokens`` is 256 unless told (16 there), a temperature between 0 and 0.01 is
     used as it is (raised to 0.01 there), ``-1`` is refused for ``seed`` (None there) and for
-    ``logprobs`` (the whole vocabulary there).
+    ``logprobs`` (the whole vocabulary there), a ``logit_bias`` out of range is refused (clipped
+    there), ``n`` above 1 is allowed with greedy sampling (refused there).
 
-    The order is: mask of ``min_tokens``, penalties, temperature, ``min_p``, ``top_k``, ``top_p``.
+    The order is: mask of ``min_tokens``, ``logit_bias``, penalties, temperature, ``min_p``,
+    ``top_k``, ``top_p``.
 
     Attributes:
         temperature: divides the logits; below 1e-5 the choice is greedy.
@@ -36,7 +40,11 @@ class SamplingParams:
             every token that is in the prompt or in the output.
         presence_penalty, frequency_penalty: in [-2, 2]; subtracted from the logit of a token that
             is in the output, once, or once for each time.
-        seed: makes the request's output depend on this request alone, not on its batch.
+        logit_bias: token id to a number in [-100, 100] that is added to its logit; -100 bans a
+            token in practice, 100 forces it. Kept as a tuple of pairs.
+        seed: makes the request's output depend on this request alone, not on its batch. Completion
+            ``i`` of ``n`` has the seed ``seed + i``, as in vLLM.
+        n: completions of the prompt, at most 1,024 (see `RequestOutput.index`).
         max_tokens: most tokens to generate; None means the room that the model's context leaves.
         min_tokens: the first ``min_tokens`` tokens neither are EOS or a stop token, nor complete a
             stop string.
@@ -45,7 +53,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the output, as EOS does. Kept as a tuple.
         ignore_eos: go on after EOS.
         logprobs: for every token, also report its log-probability and those of the ``logprobs``
-            likeliest tokens, of the model's own distribution (before mask, penalties, temperature).
+            likeliest tokens, of the model's own distribution (before mask, bias, penalties and
+            temperature).
 
     Raises TypeError for a value of the wrong type and ValueError for one out of range.
     """
@@ -57,6 +66,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
     seed: int | None = None
     max_tokens: int | None = 256
     min_tokens: int = 0
@@ -64,6 +74,7 @@ class SamplingParams:
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -92,6 +103,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, least=-1)
         if self.seed is not None:
             _integer("seed", self.seed, least=0, most=2**64 - 1)
+        _integer("n", self.n, least=1, most=MAX_N)
         _integer("min_tokens", self.min_tokens, least=0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, least=1)
@@ -107,6 +119,14 @@ class SamplingParams:
 
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+
+    def completion(self, index: int) -> SamplingParams:
+        """The parameters of completion `index` of the `n`, as a request of its own."""
+        if self.n == 1:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % 2**64
+        return replace(self, n=1, seed=seed)
 
     @cached_property
     def is_greedy(self) -> bool:
@@ -126,6 +146,7 @@ class SamplingParams:
             and not self.has_penalties
             and self.min_tokens == 0
             and self.logprobs is None
+            and not self.logit_bias
         )
 
 
@@ -172,3 +193,23 @@ def _stop_token_ids(token_ids: object) -> tuple[int, ...]:
     for token_id in token_ids:
         _integer("each of stop_token_ids", token_id, least=0)
     return token_ids
+
+
+def _logit_bias(bias: object) -> tuple[tuple[int, float], ...]:
+    if bias is None:
+        return ()
+    pairs = bias.items() if isinstance(bias, Mapping) else bias
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (str, bytes)):
+        raise TypeError(f"logit_bias must map token ids to numbers, got {bias!r}")
+    checked: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(f"logit_bias must map token ids to numbers, got {bias!r}")
+        token_id, value = pair
+        _integer("each token id of logit_bias", token_id, least=0)
+        checked[token_id] = _number(f"the logit_bias of token {token_id}", value)
+        if not -100 <= checked[token_id] <= 100:
+            raise ValueError(
+                f"the logit_bias of token {token_id} must be from -100 to 100, got {value}"
+            )
+    return tuple(checked.items())

@@ -49,6 +49,8 @@ class SimulatedEngine(EngineBase):
         ValueError: `num_blocks` or `max_model_len` is missing: there is no model to ask.
     """
 
+    log_interval = math.inf
+
     def __init__(self, stage: int, step_time: StepTime, **options: Any) -> None:
         for name in ("num_blocks", "max_model_len"):
             if options.get(name) is None:

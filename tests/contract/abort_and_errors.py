@@ -263,31 +263,28 @@ def test_A1_an_abort_during_a_step_waits_for_its_end(
 
 
 def test_A1_streams_that_the_garbage_collector_closes(make_engine: MakeEngine, tiny: Any) -> None:
-    """Iterators in reference cycles are closed whenever the collector runs, in steps too."""
+    """Forgotten iterators in reference cycles, collected in the middle of steps."""
     engine = make_engine()
-    ids = [engine.add_request(make_prompt(6 + n), greedy(12)) for n in range(2)]
-    original, closed = engine.model_runner._forward, 0
+    forwards = 0
 
-    def collecting(*args: Any) -> Any:
-        nonlocal closed
-        before = len(engine._to_abort)
+    def collect_garbage(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
         gc.collect()
-        closed += len(engine._to_abort) - before
-        return original(*args)
 
-    engine.model_runner._forward = collecting
-    outputs: dict[str, list] = {}
-    for n in range(3):
-        cycle: list[Any] = [engine.stream(make_prompt(4, seed=n), greedy(20))]
-        cycle.append(cycle)
-        next(cycle[0])
-        del cycle
-        collect(engine.step(), outputs)
-    drain(engine, outputs)
-    expect(closed, 3, "streams that were closed in the middle of a forward.")
-    expect(sorted(outputs), sorted(ids), "whose outputs `step` returned.")
-    for request_id in ids:
-        check_reference(outputs[request_id][-1], tiny, 12, engine)
+    handle = tiny[0].model.layers[0].register_forward_pre_hook(collect_garbage)
+    try:
+        for n in range(3):
+            cycle: list = [engine.stream(make_prompt(7, seed=n), greedy(9))]
+            next(cycle[0])
+            cycle.append(cycle)
+            del cycle
+            [output] = run(engine, [make_prompt(9, seed=n)], greedy(5))
+            check_reference(output, tiny, 5, engine)
+            check_idle(engine)
+    finally:
+        handle.remove()
+    assert forwards > 0
 
 
 def test_several_threads_share_an_engine(make_engine: MakeEngine, tiny: Any) -> None:
@@ -349,7 +346,9 @@ def test_a_fork_is_refused(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPa
     engine = make_engine()
     pid = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
-    with pytest.raises(RuntimeError, match=f"made in process {pid} .* fork {pid + 1}"):
+    with pytest.raises(
+        RuntimeError, match=f"in process {pid}, from which process {pid + 1} was forked"
+    ):
         engine.generate([make_prompt(4)], greedy(2), use_tqdm=False)
 
 
@@ -370,3 +369,69 @@ def test_generate_of_the_model_works_after_and_beside_an_engine(
     expect(model.generate(batch, attention_mask=mask, **options).tolist(), wanted, "generate().")
     *_, last = stream
     expect(last.token_ids, wanted[1][6:], "the engine's tokens, beside those of generate().")
+
+
+def test_A1_an_abort_from_another_thread_does_not_wait_for_the_step(
+    make_engine: MakeEngine, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    ids = [engine.add_request(make_prompt(5 + n), greedy(6)) for n in range(2)]
+    outputs: dict[str, list] = {}
+    collect(engine.step(), outputs)
+    forward, threads = engine.model_runner.run, []
+
+    def run_and_abort(batch: Any) -> Any:
+        if not threads:
+            threads.append(threading.Thread(target=engine.abort_request, args=[ids[0]]))
+            threads[0].start()
+            threads[0].join(timeout=60)
+            assert not threads[0].is_alive(), "abort_request waits for the step"
+        return forward(batch)
+
+    monkeypatch.setattr(engine.model_runner, "run", run_and_abort)
+    collect(engine.step(), outputs)
+    check_aborted(outputs[ids[0]][-1], tiny, 2)
+    drain(engine, outputs)
+    check_reference(outputs[ids[1]][-1], tiny, 6, engine)
+
+
+def test_a_request_from_another_thread_does_not_wait_for_a_step(
+    make_engine: MakeEngine, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    first = engine.add_request(make_prompt(5), greedy(4))
+    forward, added = engine.model_runner.run, []
+
+    def run_and_add(batch: Any) -> Any:
+        if not added:
+            add = lambda: added.append(engine.add_request(make_prompt(6), greedy(4)))  # noqa: E731
+            thread = threading.Thread(target=add)
+            thread.start()
+            thread.join(timeout=60)
+            assert added, "add_request waits for the step"
+        return forward(batch)
+
+    monkeypatch.setattr(engine.model_runner, "run", run_and_add)
+    outputs = drain(engine)
+    for request_id in (first, added[0]):
+        check_reference(outputs[request_id][-1], tiny, 4, engine)
+
+
+def test_a_step_within_a_step_is_refused(make_engine: MakeEngine, tiny: Any) -> None:
+    """It would wait for itself."""
+    engine = make_engine()
+    said = []
+
+    def step(*_: Any) -> None:
+        if not said:
+            with pytest.raises(RuntimeError) as error:
+                engine.step()
+            said.append(str(error.value))
+
+    handle = tiny[0].model.layers[0].register_forward_pre_hook(step)
+    try:
+        [output] = run(engine, [make_prompt(5)], greedy(3))
+    finally:
+        handle.remove()
+    assert "in the middle of a step" in said[0]
+    check_reference(output, tiny, 3, engine)

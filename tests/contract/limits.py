@@ -222,10 +222,11 @@ def test_stops_that_could_never_stop_are_refused(make_engine: MakeEngine, tiny: 
     vocab_size = tiny[0].config.vocab_size
     with pytest.raises(ValueError, match=rf"id {vocab_size} lies outside .* of {vocab_size}"):
         engine.add_request(make_prompt(4), greedy(2, stop_token_ids=[3, vocab_size]))
+    refused(engine, [3, 4], greedy(1, logit_bias={vocab_size: 1.0}), vocab_size)
     engine.add_request(make_prompt(4), greedy(2, stop_token_ids=[3, vocab_size - 1]))
     drain(engine)
     without = make_engine(model=(tiny[0], None))
-    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+    with pytest.raises(ValueError, match="this engine has no tokenizer"):
         without.add_request(make_prompt(4), greedy(2, stop=["x"]))
     assert not without.has_unfinished_requests()
 

@@ -101,6 +101,36 @@ def test_stop_tokens_and_min_tokens(make_engine: MakeEngine, tiny: Any) -> None:
         )
 
 
+def test_logit_bias_and_stop_reason(make_engine: MakeEngine, tiny: Any) -> None:
+    """A bias of 100 forces a token and -100 bans one; the output says what ended it."""
+    engine = make_engine()
+    plain = run(engine, [make_prompt(5)], greedy(6))[0]
+    banned = plain.token_ids[0]
+    outputs = run(
+        engine,
+        [make_prompt(5)] * 4,
+        [
+            greedy(6, logit_bias={banned: -100}),
+            greedy(6, logit_bias={40: 100.0}),
+            greedy(6, logit_bias={40: 100.0}, stop_token_ids=[41, 40]),
+            greedy(6),
+        ],
+    )
+    assert banned not in outputs[0].token_ids
+    expect(outputs[1].token_ids, [40] * 6, "the tokens when 40 is forced.", engine)
+    ended = (outputs[2].token_ids, outputs[2].finish_reason, outputs[2].stop_reason)
+    expect(ended, ([40], "stop", 40), "tokens, reason and what stopped it.", engine)
+    expect(outputs[3].token_ids, plain.token_ids, "the tokens of who is beside them.", engine)
+    assert outputs[1].stop_reason is None
+
+    eos = tiny[1].eos_token_id
+    with scripted(tiny[0], 5, [*tiny[1].encode("ab"), eos]):
+        by_eos = greedy(6, ignore_eos=False)
+        by_text = greedy(6, stop=["x", "b"])
+        reasons = [o.stop_reason for o in run(engine, [make_prompt(5)] * 2, [by_eos, by_text])]
+    expect(reasons, [None, "b"], "stop_reason after EOS, and after a stop string.", engine)
+
+
 def test_a_seed_fixes_the_tokens_whatever_the_batch(make_engine: MakeEngine) -> None:
     """Design invariant 6: alone, in company, late, and preempted, the same tokens."""
     prompt, params = make_prompt(9), at_random(9, seed=42)

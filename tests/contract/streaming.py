@@ -244,3 +244,65 @@ def test_a_stream_that_nobody_reads_stays_small(make_engine: MakeEngine, tiny: A
     stepped = drain(engine)[added]
     expect("".join(o.new_text for o in stepped), stepped[-1].text, "the joined text of `step`.")
     check_reference(stepped[-1], tiny, 300, engine)
+
+
+def test_n_completions_of_a_prompt(make_engine: MakeEngine, tiny: Any) -> None:
+    """Completion i is what the seed `seed + i` gives alone; each ends for itself."""
+    engine = make_engine()
+    random = {"temperature": 3.0, "seed": 5}
+    alone = [
+        run(engine, [make_prompt(5)], greedy(4, **{**random, "seed": 5 + i}))[0] for i in range(3)
+    ]
+    wanted = [output.token_ids for output in alone]
+    assert len(set(map(tuple, wanted))) == 3, "the seeds give the same tokens"
+
+    params = [greedy(4, n=3, **random), greedy(2)]
+    first, second = engine.generate([make_prompt(5), make_prompt(6)], params, use_tqdm=False)
+    expect([o.index for o in first.outputs], [0, 1, 2], "the indices of the completions.")
+    expect([o.token_ids for o in first.outputs], wanted, "tokens of the completions.", engine)
+    assert first.outputs[0] is first and second.outputs == [second]
+    check_reference(second, tiny, 2, engine)
+
+    streamed = list(engine.stream(make_prompt(5), params[0]))
+    expect(len(streamed), 12, "outputs of a stream of 3 completions of 4 tokens.", engine)
+    assert len({output.request_id for output in streamed}) == 1
+    for i in range(3):
+        mine = [output for output in streamed if output.index == i]
+        expect(mine[-1].token_ids, wanted[i], f"the tokens of completion {i}, streamed.", engine)
+        expect([o.finished for o in mine], [False] * 3 + [True], f"ends of completion {i}.")
+
+
+def test_n_completions_are_one_request(make_engine: MakeEngine) -> None:
+    """One abort ends all; their id is in use until the last has ended."""
+    engine = make_engine()
+    stop = {"n": 2, "temperature": 3.0, "seed": 5}
+    request_id = engine.add_request(make_prompt(5), greedy(9, **stop), request_id="a")
+    engine.step()
+    assert engine.stats()["running"] == 2
+    for used in ("a", "a#1"):
+        with pytest.raises(ValueError, match=f"'{used}' is in use"):
+            engine.add_request(make_prompt(5), greedy(9), request_id=used)
+    assert engine.progress("a")["generated_tokens"] == 1
+    assert engine.abort_request(request_id) and not engine.abort_request(request_id)
+    ended = [(o.request_id, o.index, o.finish_reason) for o in engine.step()]
+    expect(ended, [("a", 0, "abort"), ("a", 1, "abort")], "the last outputs of both.", engine)
+    check_idle(engine)
+
+
+def test_chat(make_engine: MakeEngine, tiny: Any) -> None:
+    """As `generate` with the prompt that `chat_prompt` makes: one conversation or several."""
+    engine = make_engine()
+    messages = [{"role": "user", "content": "hello"}]
+    template = tiny[1].chat_template
+    tiny[1].chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    try:
+        [one] = engine.chat(messages, greedy(3), use_tqdm=False)
+        both = engine.chat([messages, "hello"], greedy(3), use_tqdm=False)
+        expected = tiny[1].encode("<user>hello", add_special_tokens=False)
+    finally:
+        tiny[1].chat_template = template
+    for output in (one, *both):
+        expect(output.prompt_token_ids, expected, "the prompt of a chat.")
+        check_reference(output, tiny, 3, engine)
+    with pytest.raises(TypeError, match="tokenizer"):
+        make_engine(model=(tiny[0], None)).chat(messages)

@@ -201,3 +201,45 @@ def test_what_makes_greedy_not_plain(given):
     assert SamplingParams(temperature=0).is_plain_greedy
     assert SamplingParams(temperature=0, top_p=0.5, min_p=0.5, seed=1).is_plain_greedy
     assert not SamplingParams(**{"temperature": 0, **given}).is_plain_greedy
+
+
+# -------------------------------------------------------------------------------- n and logit_bias
+
+
+@pytest.mark.parametrize(
+    "field, value, error, says",
+    [
+        ("n", 0, ValueError, "n must be 1 or more, got 0"),
+        ("n", 1025, ValueError, "n must be 1024 or less, got 1025"),
+        ("n", True, TypeError, "n must be an integer"),
+        ("logit_bias", {3: 100.5}, ValueError, "token 3 must be from -100 to 100, got 100.5"),
+        ("logit_bias", {3: -101}, ValueError, "token 3 must be from -100 to 100, got -101"),
+        ("logit_bias", {3: float("nan")}, ValueError, "token 3 must be finite"),
+        ("logit_bias", {3: "1"}, TypeError, "token 3 must be a number"),
+        ("logit_bias", {-1: 1.0}, ValueError, "must be 0 or more, got -1"),
+        ("logit_bias", {"3": 1.0}, TypeError, "each token id of logit_bias must be an integer"),
+        ("logit_bias", [3], TypeError, "logit_bias must map token ids to numbers"),
+        ("logit_bias", "3", TypeError, "logit_bias must map token ids to numbers"),
+    ],
+)
+def test_n_and_logit_bias_are_checked(field, value, error, says):
+    with pytest.raises(error, match=says):
+        SamplingParams(**{field: value})
+
+
+def test_logit_bias_is_copied_and_no_plain_greedy():
+    bias = {3: 100, 4: -100.0}
+    params = SamplingParams(temperature=0, logit_bias=bias)
+    bias[5] = 1.0
+    assert params.logit_bias == ((3, 100.0), (4, -100.0))
+    assert dataclasses.replace(params, seed=1).logit_bias == params.logit_bias
+    assert not params.is_plain_greedy
+    assert SamplingParams(temperature=0, logit_bias={}).is_plain_greedy
+
+
+def test_each_completion_is_a_request_with_a_seed_of_its_own():
+    params = SamplingParams(n=3, seed=2**64 - 1, top_k=5)
+    assert [params.completion(i).seed for i in range(3)] == [2**64 - 1, 0, 1]
+    assert {params.completion(i).n for i in range(3)} == {1}
+    assert params.completion(1).top_k == 5
+    assert SamplingParams(n=2).completion(1).seed is None
