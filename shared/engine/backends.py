@@ -19,6 +19,7 @@ BACKENDS = {
     "triton": ("paged_attention_triton", "cuda", "triton"),
     "numba": ("paged_attention_cpu", "cpu", "numba"),
     "gather": ("paged_attention_gather", None, "torch"),
+    "plain": ("paged_attention_plain", None, "torch"),  # to be read; "auto" never comes to it
 }
 
 

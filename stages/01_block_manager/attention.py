@@ -26,7 +26,7 @@ class AttentionMetadata:
     Attributes:
         kv_cache: the pool that is written and read.
         slots: int64 `[T]`, where each row's key and value go; -1 writes nothing.
-        query_start_loc: n + 1 row offsets; slice i has the rows `[i] .. [i + 1]`.
+        query_start_loc: n + 1 row offsets; slice i has the rows `[i]..[i + 1]`.
         context_lens: for each slice the tokens it attends to: all up to its own last one.
         block_tables: int64 `[n, max_blocks]`, padded with zeros.
     """
@@ -85,7 +85,7 @@ def gather_kv(
 ) -> tuple[Tensor, Tensor]:
     """Copy one sequence's keys and values into `[context_len, num_kv_heads, head_dim]` each.
 
-    Stops at `context_len`: what the last block holds behind it was never written.
+    Stops at `context_len`: the slots after it were never written.
     """
     blocks = block_table[: -(-context_len // k_cache.shape[1])]
     k, v = (cache.index_select(0, blocks).flatten(0, 1) for cache in (k_cache, v_cache))

@@ -26,7 +26,7 @@ class AttentionMetadata:
     Attributes:
         kv_cache: the pool that is written and read.
         slots: int64 `[T]`, where each row's key and value go; -1 writes nothing.
-        query_start_loc: int32 `[n + 1]`, row offsets; slice i has the rows `[i] .. [i + 1]`.
+        query_start_loc: int32 `[n + 1]`, row offsets; slice i has the rows `[i]..[i + 1]`.
         context_lens: int32 `[n]`, tokens each slice attends to: all up to its own last one.
         block_tables: int32 `[n, max_blocks]`, padded with zeros.
         num_decodes: how many slices at the front have one row.
@@ -71,19 +71,22 @@ def paged_attention(
     # 1. Write first: a token attends to itself through the cache like to any other.
     kernels.store_kv(key, value, k_cache, v_cache, meta.slots)
 
-    # 2. Nothing is copied together: the kernels walk the block tables. The slices of one row, in
-    # front, and the longer ones behind them each have a kernel made for their shape.
+    # 2. Nothing is copied together: the kernels read through the block tables. Slices of one row
+    # come first and have a kernel of their own.
     output = torch.empty_like(query)
     if n > 0:
         output[:n] = kernels.paged_decode(
-            *(query[:n], k_cache, v_cache, meta.block_tables[:n], meta.context_lens[:n]),
-            *(meta.max_context_len, scaling),
-        )
+            query=query[:n], k_cache=k_cache, v_cache=v_cache, scale=scaling,
+            block_tables=meta.block_tables[:n], context_lens=meta.context_lens[:n],
+            max_context_len=meta.max_context_len,
+        )  # fmt: skip
     if n < len(query):
         output[n:] = kernels.paged_prefill(
-            *(query[n:], key[n:], value[n:], k_cache, v_cache, meta.block_tables[n:]),
-            *(meta.context_lens[n:], meta.query_start_loc[n:] - n, meta.max_query_len, scaling),
-        )
+            query=query[n:], key=key[n:], value=value[n:], k_cache=k_cache, v_cache=v_cache,
+            block_tables=meta.block_tables[n:], context_lens=meta.context_lens[n:],
+            query_start_loc=meta.query_start_loc[n:] - n, max_query_len=meta.max_query_len,
+            scale=scaling,
+        )  # fmt: skip
     return output[None], None
 
 

@@ -18,7 +18,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
         memory_utilization: share of memory that `num_blocks=None` may use (`shared.engine.memory`).
-        attention_backend: "auto", "gather", "numba" (CPU) or "triton" (CUDA).
+        attention_backend: "auto", "plain", "gather", "numba" (CPU) or "triton" (CUDA).
         enforce_eager: do not record decode steps as CUDA graphs.
         enable_prefix_caching: keep computed blocks findable.
     """

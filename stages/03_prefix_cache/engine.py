@@ -1,7 +1,7 @@
 """The engine: takes requests, drives scheduler and model runner, hands out tokens.
 
-Knows no tensor: what the runner computes goes to the sampler unopened. What is no stage's subject
-(ids, outputs, `generate`, `stream`) is in `shared.engine.base`.
+Knows no tensor: it passes the runner's logits to the sampler. What all stages have in common (ids,
+outputs, `generate`, `stream`) is in `shared.engine.base`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class LLMEngine(EngineBase):
 
     def __init__(self, model="smollm2", *, device="auto", dtype="auto", **options) -> None:
         config = EngineConfig(**options)
-        model = load_model(model, device=device, dtype=dtype)
-        super().__init__(*model)
-        self.model_runner = ModelRunner(model[0], config)
+        loaded = load_model(model, device=device, dtype=dtype)
+        super().__init__(loaded.model, loaded.tokenizer)
+        self.model_runner = ModelRunner(loaded.model, config)
         self.config = config = self.model_runner.config
         self.block_manager = BlockManager(self.model_runner.kv_cache.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.block_manager)
@@ -70,8 +70,8 @@ class LLMEngine(EngineBase):
             return
         requests = [self._requests[sequence.request_id] for sequence in batch.sampling]
 
-        # 2. Compute. What fails here fails for this batch only: what its slices wrote cannot be
-        # trusted, so their requests end; all others go on.
+        # 2. Compute. A failure ends the requests of this batch, because what their slices wrote
+        # cannot be trusted. All others go on.
         try:
             logits = self.model_runner.run(batch)
             sampled = self.sampler.sample(logits, requests)

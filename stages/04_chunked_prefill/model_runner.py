@@ -1,9 +1,8 @@
-"""The one room where sequences meet tensors: turns a scheduled batch into one forward."""
+"""Turns a scheduled batch into one forward. Only here do sequences and tensors meet."""
 
 from __future__ import annotations
 
 import dataclasses
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ CHUNK_SIZES = {"cuda": 512, "cpu": 128}  # defaults of max_prefill_chunk_size
 class ModelRunner:
     """Owns the KV cache and calls the model.
 
-    `config` is the given one with its None filled in. Raises ValueError if the model needs more
+    `config` is the given one with every None resolved. Raises ValueError if the model needs more
     than our attention can do, or if there is no memory for a block.
     """
 
@@ -49,7 +48,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self._forward, self.config, self.kv_cache, self.kernels)
 
     def _profile(self) -> None:
-        """Run the largest forward that can come, on a cache that only it needs."""
+        """Run the largest forward that can come, with a cache just for it."""
         assert self.config.max_num_batched_tokens
         num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
         sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
@@ -90,38 +89,37 @@ class ModelRunner:
 
     # Each slice is a run of rows; the position of a row is its token's index in its own sequence.
     #
-    #     slices            A 0..3         | B 7..8 | C 0..2          (start_pos .. end_pos)
+    #     slices            A 0..3         | B 7..8 | C 0..2           (start_pos..end_pos)
     #     input_ids         a0   a1   a2   | b7     | c0   c1
     #     position_ids      0    1    2    | 7      | 0    1
     #     query_start_loc   0                3        4        6
     #     context_lens      3                8        2
     def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
         """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
-        input_ids = [t for s in slices for t in s.sequence.token_ids[s.start_pos : s.end_pos]]
-        position_ids = [pos for s in slices for pos in range(s.start_pos, s.end_pos)]
-        tables = [s.sequence.block_table for s in slices]
-        slots = [
-            slot
-            for s, table in zip(slices, tables, strict=True)
-            for slot in slot_mapping(table, s.start_pos, s.num_tokens, self.config.block_size)
-        ]
-        starts = [0, *accumulate(s.num_tokens for s in slices)]
-        ends = zip(slices, starts[1:], strict=True)
-        logit_rows = [end - 1 for s, end in ends if s.end_pos == s.sequence.num_tokens]
+        input_ids: list[int] = []
+        position_ids: list[int] = []
+        slots, block_tables, query_start_loc, context_lens, logit_rows = [], [], [0], [], []
+        width = max(len(s.sequence.block_table) for s in slices)
+        for s in slices:
+            table = s.sequence.block_table
+            input_ids += s.sequence.token_ids[s.start_pos : s.end_pos]
+            position_ids += range(s.start_pos, s.end_pos)
+            slots += slot_mapping(table, s.start_pos, s.num_tokens, self.config.block_size)
+            block_tables.append(table + [0] * (width - len(table)))
+            query_start_loc.append(len(input_ids))
+            context_lens.append(s.end_pos)
+            if s.end_pos == s.sequence.num_tokens:  # a token is sampled here
+                logit_rows.append(len(input_ids) - 1)
 
-        width = max(map(len, tables))
-        tables = [table + [0] * (width - len(table)) for table in tables]
         rows = self._tensor([input_ids, position_ids, slots])
-        query_lens, context_lens = zip(*((s.num_tokens, s.end_pos) for s in slices), strict=True)
-        lens = self._tensor([starts, [*context_lens, 0]], torch.int32)
         metadata = AttentionMetadata(
             kv_cache=self.kv_cache,
             slots=rows[2],
-            query_start_loc=lens[0],
-            context_lens=lens[1, :-1],
-            block_tables=self._tensor(tables, torch.int32),
-            num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(slices)),
-            max_query_len=max(query_lens),
+            query_start_loc=self._tensor(query_start_loc, torch.int32),
+            context_lens=self._tensor(context_lens, torch.int32),
+            block_tables=self._tensor(block_tables, torch.int32),
+            num_decodes=next((i for i, s in enumerate(slices) if s.num_tokens > 1), len(slices)),
+            max_query_len=max(s.num_tokens for s in slices),
             max_context_len=max(context_lens),
             kernels=self.kernels,
         )

@@ -12,7 +12,7 @@ from shared.engine.backends import BACKENDS
 
 from .helpers import MakeEngine, expect, greedy, make_prompt, run
 
-ON_CPU = ("gather", "numba")
+ON_CPU = ("gather", "numba", "plain")
 
 
 @pytest.mark.parametrize("asked", ON_CPU)

@@ -6,7 +6,7 @@ is NaN: whatever a kernel reads beyond its context shows. The answer is dense at
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -161,13 +161,11 @@ def make_problem(
 
 
 def load(path: Path) -> ModuleType:
-    """Kernels by their file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    """Kernels by their file, which may import its neighbours."""
+    package = ModuleType(f"kernels_in_{abs(hash(path.parent))}")
+    package.__path__ = [str(path.parent)]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.{path.stem}")
 
 
 def assert_close(got: Tensor, answer: Tensor, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ They need a fixture `kernels`, the backend's module. K1 .. K5 name well-known fa
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -100,8 +101,11 @@ def must_notice(
             assert_close(attend(kernels, problem), problem.answer, PLAIN.dtype)
 
     check(kernels)
-    text = Path(kernels.__file__).read_text()
+    source = Path(str(kernels.__file__))
+    text = source.read_text()
     assert fault[0] in text, "what is broken here is no longer in the source"
+    for neighbour in source.parent.glob("paged_attention_*.py"):
+        shutil.copy(neighbour, folder)
     (folder / "mutant.py").write_text(text.replace(*fault))
     with pytest.raises(AssertionError, match="not close"):
         check(load(folder / "mutant.py"))
