@@ -77,7 +77,7 @@ def run(session: Session) -> None:
     size = sizes(args, FULL, QUICK)
     columns = {
         f"step_{n}": Measure(
-            f"{n} stream{'s' * (n > 1)}", "ms", "median time of a step that decodes them", "lower"
+            f"step {n}", "ms", "median time of a step that decodes so many streams", "lower"
         )
         for n in size["streams"]
     }
