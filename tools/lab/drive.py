@@ -126,6 +126,9 @@ class Lab:
         options = {key: value for key, value in setting["options"].items() if value is not None}
         target = options.pop("target_step_ms", None)
         self.target_step_ms = target
+        if self.stage >= 4 and not options.get("max_num_batched_tokens"):  # as the engine does
+            chunk = options.setdefault("max_prefill_chunk_size", 256)
+            options["max_num_batched_tokens"] = chunk + options.get("max_num_seqs", 64)
         known = self.rooms.config.EngineConfig.__dataclass_fields__
         options = {key: value for key, value in options.items() if key in known}
         self.config = self.rooms.config.EngineConfig(max_model_len=MAX_MODEL_LEN, **options)
@@ -383,7 +386,8 @@ class Lab:
             if twice:
                 self._break("owner", f"{sequence.request_id} has a block twice in its table")
             holders.update(sequence.block_table)
-        free = set(manager._free)
+        # The free blocks, in the order of reuse; stages 01 and 02 have a plain queue.
+        free = set(getattr(manager, "_reuse_order", None) or getattr(manager, "_free", ()))
         if self.stage < 3:
             for block, count in holders.items():
                 if count > 1 or block in free:

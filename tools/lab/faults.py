@@ -87,10 +87,8 @@ FAULTS = (
     ),
     Fault(
         file="scheduler.py",
-        old="            sequence.status = SequenceStatus.PREFILLING\n"
-        "            batch[sequence] = Slice(sequence, start_pos, num_tokens)\n",
+        old="            sequence.status = SequenceStatus.PREFILLING\n",
         new="            sequence.status = SequenceStatus.PREFILLING\n"
-        "            batch[sequence] = Slice(sequence, start_pos, num_tokens)\n"
         "            sequence.cached_token_count = start_pos + num_tokens\n"
         "            self.block_manager.publish(sequence, start_pos)\n",
         invariant="published",
@@ -107,10 +105,9 @@ FAULTS = (
     ),
     Fault(
         file="scheduler.py",
-        old="        sequence = self.running.pop()\n        self.block_manager.free(sequence)\n",
+        old="        sequence = self.running.pop()\n",
         new="        sequence = max(self.running, key=lambda s: len(s.block_table))\n"
-        "        self.running.remove(sequence)\n"
-        "        self.block_manager.free(sequence)\n",
+        "        self.running.remove(sequence)\n",
         invariant="youngest",
         symptom="With a small pool, long requests take for ever: they are computed again and again, "
         "while short ones that came later pass by.",
@@ -126,12 +123,10 @@ FAULTS = (
     ),
     Fault(
         file="scheduler.py",
-        old="        while self.waiting and not preempted and "
-        "len(self.running) < self.max_num_seqs:\n",
-        new="        while self.waiting and not preempted and (\n"
-        "            sum(s.status is SequenceStatus.RUNNING for s in self.running)"
-        " < self.max_num_seqs\n"
-        "        ):\n",
+        old="len(self.running) < self.max_num_seqs:\n",
+        new="sum(\n"
+        "            s.status is SequenceStatus.RUNNING for s in self.running\n"
+        "        ) < self.max_num_seqs:\n",
         invariant="seat",
         symptom="Many documents arrive at once. All begin, the pool is full of half-done prompts, "
         "and the first token of each comes late.",
@@ -144,10 +139,11 @@ FAULTS = (
     ),
     Fault(
         file="scheduler.py",
-        old="        queue.remove(sequence)\n        self.block_manager.free(sequence)\n",
-        new="        queue.remove(sequence)\n"
-        "        if sequence.status is SequenceStatus.RUNNING:\n"
-        "            self.block_manager.free(sequence)\n",
+        old="        self.block_manager.free(sequence)\n"
+        "        sequence.status = SequenceStatus.FINISHED\n",
+        new="        if sequence.status is SequenceStatus.RUNNING:\n"
+        "            self.block_manager.free(sequence)\n"
+        "        sequence.status = SequenceStatus.FINISHED\n",
         invariant="ends",
         symptom="Fine for hours. The pool then shrinks a little whenever somebody closes the window "
         "while a document is being read.",
@@ -191,8 +187,8 @@ FAULTS = (
     ),
     Fault(
         file="scheduler.py",
-        old="budget = self.max_num_batched_tokens - sum(s.num_tokens for s in batch.values())\n",
-        new="budget = self.max_num_batched_tokens - len(batch)\n",
+        old="self.max_num_batched_tokens - sum(s.num_tokens for s in slices)\n",
+        new="self.max_num_batched_tokens - len(slices)\n",
         invariant="budget",
         symptom="One document at a time is no problem. When three arrive together, all streams "
         "become slow, although nobody changed the budget.",

@@ -58,10 +58,9 @@
       const began = performance.now();
       await Promise.all([script("worker.js"), script("course.js"), script("pyodide.js")]);
       if (!parts) throw new Error(words.no_pyodide);
-      const source = new Blob([`(${window.miniVllmWorker})();`], { type: "text/javascript" });
-      const url = URL.createObjectURL(source);
-      worker = new Worker(url);
-      URL.revokeObjectURL(url);
+      // A module, as Pyodide wants it; by a data URL, since a page from the disk may start no other.
+      const source = encodeURIComponent(`(${window.miniVllmWorker})();`);
+      worker = new Worker(`data:text/javascript;charset=utf-8,${source}`, { type: "module" });
       worker.onmessage = ({ data }) => {
         const one = waiting.get(data.id);
         waiting.delete(data.id);

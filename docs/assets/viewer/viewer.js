@@ -1,4 +1,5 @@
-// The trace viewer: replays recorded runs of the running example, two of them side by side.
+// The trace viewer: replays recorded runs of the running example, two of them side by side. The lab
+// replays with it what the reader has just run (`miniVllmReplay`).
 //
 // A recording is a file that `python -m shared.trace record` wrote (its format is described in
 // shared/trace_record.py), wrapped so that a page from the disk can load it as a script. All words
@@ -9,8 +10,9 @@
   const FOLDER = new URL("../traces/", document.currentScript.src);
   const SVG = "http://www.w3.org/2000/svg";
   const DOCUMENT = "document";
-  const SPEEDS = [0.25, 1, 4];
-  const COLOURS = { A: "a", B: "b", C: "c", D: "d" };
+  const SPEEDS = { 0.25: "0.25×", 1: "1×", 4: "4×" };
+  const COLOURS = ["a", "b", "c", "d"];
+  const LONG = 3; // a chat that waits this many times its usual gap is said to wait
   const ICONS = {
     back: "M11 4 3 12l8 8V4Zm2 0h2v16h-2V4Z",
     play: "M6 4v16l14-8L6 4Z",
@@ -44,15 +46,22 @@
       Object.assign(this, content);
       this.name = name;
       const document_ = this.requests.find((r) => r.id === DOCUMENT);
-      this.zero = document_.arrived; // all times below count from the document's arrival
+      this.zero = this.made ? 0 : document_.arrived; // all times below count from here
       this.first = -this.zero;
       this.last = this.steps.at(-1).end - this.zero;
       this.frames = this.#expand();
       this.starts = this.frames.map((frame) => frame.start);
       this.tokens = this.requests.map(() => []);
       this.frames.forEach((frame) => frame.sampled.forEach(([r]) => this.tokens[r].push(frame.end)));
-      this.longest = this.#longestGap();
-      this.ttft = this.tokens[this.requests.indexOf(document_)][0] ?? null;
+      this.waits = this.tokens.map((times) => this.#longestGap(times));
+      this.longest = this.waits.reduce((most, one, r) => (this.isDocument(r)
+        || one.seconds <= most.seconds ? most : one), { start: 0, end: 0, seconds: 0 });
+      const first = document_ && this.tokens[this.requests.indexOf(document_)][0];
+      this.ttft = first === undefined ? null : first - (document_.arrived - this.zero);
+      this.usual = this.tokens.map((times) => {
+        const gaps = times.slice(1).map((time, i) => time - times[i]).sort((a, b) => a - b);
+        return gaps[gaps.length >> 1] ?? 0;
+      });
       this.most = Math.max(...this.frames.map((frame) => frame.numTokens));
     }
 
@@ -98,7 +107,8 @@
           firstTokens, // those of the step before
           requests: this.requests.map((request, r) => ({
             state: this.#state(request, r, step, before), inCache: inCache[r],
-            generated: generated[r], text: text[r], blocks: tables[r].length })) });
+            generated: generated[r], text: text[r], blocks: tables[r].length,
+            table: this.made ? [...tables[r]] : null })) });
         // 3. What it computed.
         step.slices.forEach(([r, first, count]) => { inCache[r] = first + count; });
         firstTokens = step.sampled.map(([r]) => r).filter((r) => generated[r] === 0);
@@ -115,7 +125,7 @@
           return { kind, held: [], before: kind === "cached" ? lastHolder[block] : null };
         }),
         requests: this.requests.map((request, r) => ({ state: request.reason, inCache: inCache[r],
-          generated: generated[r], text: text[r], blocks: 0 })) });
+          generated: generated[r], text: text[r], blocks: 0, table: [] })) });
       return frames;
     }
 
@@ -136,17 +146,28 @@
       return request.arrived > step.start ? "absent" : request.reason;
     }
 
-    /** The longest time between two tokens of a chat. */
-    #longestGap() {
+    isDocument(r) { return this.requests[r].id.startsWith(DOCUMENT); }
+
+    /** The longest time between two of these tokens. */
+    #longestGap(times) {
       let longest = { start: 0, end: 0, seconds: 0 };
-      this.tokens.forEach((times, r) => {
-        if (this.requests[r].id.startsWith(DOCUMENT)) return;
-        for (let i = 1; i < times.length; i += 1) {
-          const seconds = times[i] - times[i - 1];
-          if (seconds > longest.seconds) longest = { start: times[i - 1], end: times[i], seconds };
-        }
-      });
+      for (let i = 1; i < times.length; i += 1) {
+        const seconds = times[i] - times[i - 1];
+        if (seconds > longest.seconds) longest = { start: times[i - 1], end: times[i], seconds };
+      }
       return longest;
+    }
+
+    /** Seconds since the last token of a stream, 0 for what does not stream. */
+    sinceToken(r, time) {
+      const times = this.tokens[r];
+      let last = null;
+      let next = null;
+      for (const one of times) {
+        if (one <= time) last = one;
+        else { next = one; break; }
+      }
+      return last === null || next === null ? 0 : time - last;
     }
 
     /** The step that runs at a time: the last one that has started. */
@@ -198,9 +219,11 @@
       this.words = viewer.words;
       this.select = element("select", { class: "viewer__select" });
       this.body = element("div", { class: "viewer__body" });
-      const label = element("label", { class: "viewer__pick" },
-        element("span", {}, this.words.recording), this.select);
-      this.root = element("section", { class: "viewer__panel" }, label, this.body);
+      const label = viewer.picks ? element("label", { class: "viewer__pick" },
+        element("span", {}, this.words.recording), this.select) : null;
+      this.heading = viewer.picks ? null : element("h3", { class: "viewer__title" });
+      this.root = element("section", { class: "viewer__panel" });
+      this.root.append(...[label, this.heading, this.body].filter(Boolean));
     }
 
     show(recording) {
@@ -209,7 +232,9 @@
       this.frame = null;
       this.body.replaceChildren();
       if (!recording) return;
-      this.root.setAttribute("aria-label", this.viewer.title(recording.name));
+      this.title = recording.title ?? this.viewer.title(recording.name);
+      this.root.setAttribute("aria-label", this.title);
+      if (this.heading) this.heading.textContent = this.title;
       const heading = (text) => element("h3", { class: "viewer__heading" }, text);
       // 1. What is known before anything moves.
       this.body.append(element("dl", { class: "viewer__facts" },
@@ -227,7 +252,11 @@
         .replace("{gap}", this.viewer.seconds(recording.longest.seconds)));
       this.strips.addEventListener("pointerdown", (event) => this.#seek(event));
       this.body.append(heading(words.strips), this.strips);
-      // 4. The pool.
+      // 4. The texts, or where there are none, the block tables.
+      this.texts = recording.requests.map((request, r) => this.#text(request, r));
+      this.body.append(heading(recording.made ? words.tables : words.texts),
+        element("div", { class: "viewer__texts" }, ...this.texts.map((one) => one.line)));
+      // 5. The pool.
       this.grid = element("div", { class: "viewer__grid", role: "img",
         style: `--columns: ${columns(recording.num_blocks, 20)}; `
           + `--columns-narrow: ${columns(recording.num_blocks, 14)}` });
@@ -236,14 +265,14 @@
       this.counts = element("ul", { class: "viewer__counts" });
       this.body.append(heading(words.pool.replace("{size}", recording.block_size)),
         this.grid, this.counts);
-      // 5. The requests and their queues.
+      // 6. The requests and their queues.
       this.rows = recording.requests.map((request, r) => this.#row(request, r));
       this.queues = element("p", { class: "viewer__queues" });
       const head = words.columns.map((text) => element("th", { scope: "col" }, text));
       this.body.append(heading(words.requests),
         element("table", { class: "viewer__requests" },
           element("thead", {}, element("tr", {}, ...head)),
-          element("tbody", {}, ...this.rows.flatMap((row) => [row.line, row.second]))),
+          element("tbody", {}, ...this.rows.map((row) => row.line))),
         this.queues);
       this.draw();
     }
@@ -255,24 +284,27 @@
     }
 
     #row(request, r) {
-      const cells = ["state", "cache", "generated", "blocks"]
+      const cells = ["state", "cache", "generated", "wait", "blocks"]
         .map((name) => element("td", { "data-column": name }));
       const name = element("th", { scope: "row" }, this.#mark(r), this.viewer.name(request.id));
-      const text = element("span", {});
-      const second = element("tr", { class: "viewer__text" },
-        element("td", { colspan: "5" }, element("div", {}, text)));
-      return { line: element("tr", {}, name, ...cells), second, cells, text };
+      return { line: element("tr", { "data-who": r }, name, ...cells), cells };
+    }
+
+    #text(request, r) {
+      const text = element("span", { class: "viewer__tail" });
+      const wait = element("span", { class: "viewer__waits" });
+      const line = element("p", { "data-who": r }, this.#mark(r),
+        element("span", { class: "viewer__said" }, text), wait);
+      return { line, text, wait };
     }
 
     #mark(r) {
       const { id } = this.recording.requests[r];
       return element("span", { class: "viewer__mark", "aria-hidden": "true",
-        style: `--colour: var(--fig-${COLOURS[id] ?? "doc"})` }, this.viewer.mark(id));
+        style: `--colour: ${this.#colour(r)}` }, this.viewer.mark(id));
     }
 
-    #colour(r) {
-      return `var(--fig-${COLOURS[this.recording.requests[r].id] ?? "doc"})`;
-    }
+    #colour(r) { return this.viewer.colour(this.recording.requests[r].id); }
 
     #name(r) {
       return this.viewer.name(this.recording.requests[r].id);
@@ -300,7 +332,8 @@
       this.strips.setAttribute("viewBox", `0 0 ${width} ${height}`);
       this.strips.style.height = `${height}px`;
       const parts = [];
-      const chats = recording.requests.filter((one) => !one.id.startsWith(DOCUMENT)).length;
+      const chats = recording.made ? recording.requests.length
+        : recording.requests.filter((one) => !one.id.startsWith(DOCUMENT)).length;
       // 1. The hole.
       const { longest } = recording;
       const bottom = top + chats * rowHeight;
@@ -319,6 +352,7 @@
         const firstToken = recording.tokens[r][0] ?? ended;
         const name = this.left > 40 ? this.#name(r) : this.viewer.mark(request.id);
         parts.push(drawn("text", { class: "label", x: 0, y: y + 4 }, name));
+        const mine = parts.length - 1;
         parts.push(drawn("line", { class: "rail", x1: x(arrived), x2: x(ended), y1: y, y2: y }));
         parts.push(drawn("rect", { class: "wait", x: x(arrived), y: y - 4, height: 8, rx: 2,
           width: Math.max(1, x(firstToken) - x(arrived)), style: `stroke: ${this.#colour(r)}` }));
@@ -332,6 +366,7 @@
           parts.push(drawn("path", { class: "abort",
             d: `M${x(ended) - 4} ${y - 4}l8 8m0 -8l-8 8` }));
         }
+        for (const part of parts.slice(mine)) part.dataset.who = r;
       });
       // 3. The steps, and the seconds.
       const y = top + recording.requests.length * rowHeight + 5;
@@ -339,11 +374,11 @@
       for (const frame of recording.frames) {
         if (frame.over) continue;
         const prompt = frame.slices.some(([r, , n]) => n > 1
-          && recording.requests[r].id.startsWith(DOCUMENT));
+          && (recording.made || recording.isDocument(r)));
         parts.push(drawn("rect", { class: prompt ? "step prompt" : "step", x: x(frame.start), y,
           width: Math.max(0.4, x(frame.end) - x(frame.start) - 0.5), height: 11 }));
       }
-      const every = [0.5, 1, 2, 5, 10, 20].find((s) => x(s) - x(0) > 46) ?? 50;
+      const every = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20].find((s) => x(s) - x(0) > 46) ?? 50;
       for (let n = Math.ceil(first / every); n * every <= last; n += 1) {
         const s = n * every || 0; // not -0
         parts.push(drawn("text", { class: "axis", x: x(s), y: height - 4, "text-anchor": "middle" },
@@ -365,11 +400,23 @@
       const duration = frame.end - frame.start;
       const done = frame.over ? 0 : Math.min(1, (time - frame.start) / duration);
       this.elapsed.style.setProperty("--done", done);
+      if (!recording.made) this.#updateWaits(time);
       if (frame === this.frame) return;
       this.frame = frame;
       this.#updateStep(frame);
       this.#updatePool(frame);
       this.#updateRequests(frame);
+    }
+
+    /** Beside each text: for how long nothing has come. */
+    #updateWaits(time) {
+      this.texts.forEach(({ line, wait }, r) => {
+        const since = this.recording.sinceToken(r, time);
+        const long = since > LONG * this.recording.usual[r] && since > 0.1;
+        line.classList.toggle("waits", long);
+        wait.textContent = long
+          ? this.words.waits.replace("{time}", `${this.viewer.fixed(since)} s`) : "";
+      });
     }
 
     #updateStep(frame) {
@@ -386,7 +433,7 @@
       const room = Math.max(viewer.most, 1);
       this.bar.replaceChildren(...frame.slices.map(([r, start, n]) => {
         const request = recording.requests[r];
-        const slice = element("span", { class: "viewer__slice", "data-tokens": n,
+        const slice = element("span", { class: "viewer__slice", "data-tokens": n, "data-who": r,
           title: words.slice.replace("{name}", this.#name(r)).replace("{start}", viewer.number(start))
             .replace("{end}", viewer.number(start + n - 1)),
           style: `--colour: ${this.#colour(r)}; flex: 0 1 calc(1.25rem + ${(n / room) * 100}%)` });
@@ -423,6 +470,7 @@
         const owner = cell.held[0] ?? cell.before;
         shown.className = `viewer__cell ${cell.kind}`;
         shown.dataset.kind = cell.kind;
+        shown.dataset.who = [...new Set(cell.held.map(([r]) => r))].join(" ");
         shown.textContent = cell.kind === "shared" ? `×${cell.held.length}`
           : owner ? viewer.mark(recording.requests[owner[0]].id) : "";
         shown.style.setProperty("--colour", cell.kind === "shared" ? "var(--fig-shared)"
@@ -446,7 +494,7 @@
     #updateRequests(frame) {
       const { words, viewer, recording } = this;
       frame.requests.forEach((one, r) => {
-        const [state, cache, generated, blocks] = this.rows[r].cells;
+        const [state, cache, generated, wait, blocks] = this.rows[r].cells;
         const total = recording.requests[r].prompt_tokens;
         const prompt = Math.min(one.inCache, total);
         const live = ["waiting", "prefilling", "running"].includes(one.state);
@@ -457,9 +505,17 @@
           style: `--share: ${share}; --colour: ${this.#colour(r)}` }),
         live ? `${viewer.number(prompt)} / ${viewer.number(total)}` : `– / ${viewer.number(total)}`);
         generated.textContent = one.state === "absent" ? "–" : viewer.number(one.generated);
+        const { seconds } = recording.waits[r];
+        wait.textContent = seconds && one.generated > 1 ? viewer.seconds(seconds) : "–";
         blocks.textContent = viewer.number(one.blocks);
         this.rows[r].line.classList.toggle("quiet", !live);
-        this.rows[r].text.textContent = one.text.replace(/\s+/g, " ").slice(-160) || " ";
+        const said = this.texts[r];
+        said.line.classList.toggle("quiet", !live);
+        said.text.textContent = recording.made ? this.#ranges(one.table)
+          : one.text.replace(/\s+/g, " ").slice(-240)
+            || (one.state === "prefilling" ? words.computing
+              : one.state === "waiting" ? words.states.waiting : " ");
+        said.line.classList.toggle("empty", !recording.made && !one.text);
       });
       const list = (queue) => queue.map((r) => this.#name(r)).join(", ") || "–";
       this.queues.replaceChildren(element("span", {}, `${words.queues.running}: `,
@@ -468,23 +524,36 @@
         element("b", { "data-queue": "waiting" }, list(frame.waiting))));
     }
 
+    /** A block table, runs of neighbours as ranges. */
+    #ranges(table) {
+      const runs = [];
+      for (const block of table) {
+        const last = runs.at(-1);
+        if (last && last[1] + 1 === block) last[1] = block; else runs.push([block, block]);
+      }
+      return runs.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`))
+        .join(", ") || "–";
+    }
+
     /** The panel in one sentence, for those who hear it. */
     spoken() {
       const { recording, frame } = this;
       if (!recording || !frame) return "";
       const parts = frame.slices.map(([r, , n]) => `${this.#name(r)} ${this.viewer.number(n)}`);
-      const step = `${this.viewer.title(recording.name)}: ${this.counter.textContent}.`;
+      const step = `${this.title}: ${this.counter.textContent}.`;
       return [step, parts.length ? `${parts.join(", ")}.` : "", ...this.sentences(frame)].join(" ");
     }
   }
 
   // --- the whole ----------------------------------------------------------------------------
 
-  class Viewer {
-    constructor(root) {
+  /** Controls and one or two panels, moved together. Knows nothing of where recordings come from. */
+  class Replay {
+    constructor(root, words, { speeds = SPEEDS, picks = false } = {}) {
       this.root = root;
-      this.words = JSON.parse(root.dataset.words);
-      this.recordings = JSON.parse(root.dataset.recordings);
+      this.words = words;
+      this.speeds = speeds;
+      this.picks = picks;
       this.format = new Intl.NumberFormat(document.documentElement.lang || "en",
         { maximumFractionDigits: 2 });
       this.hundredths = new Intl.NumberFormat(document.documentElement.lang || "en",
@@ -496,17 +565,6 @@
       this.time = 0;
       this.playing = null;
       this.#build();
-      const wanted = this.#fromAddress();
-      this.traffic.value = this.recordings.find((one) => one.name === wanted.names[0]).traffic;
-      this.#fill(wanted.names);
-      this.#open(wanted.stop);
-      window.addEventListener("hashchange", () => {
-        const now = this.#fromAddress();
-        if (location.hash === this.address) return;
-        this.traffic.value = this.recordings.find((one) => one.name === now.names[0]).traffic;
-        this.#fill(now.names);
-        this.#open(now.stop);
-      });
       new ResizeObserver(() => {
         this.panels.forEach((panel) => { panel.draw(); });
         this.render();
@@ -525,18 +583,15 @@
 
     mark(id) { return this.words.marks[id] ?? id; }
 
-    title(name) {
-      const { stage, chunk_size: chunk } = this.recordings.find((one) => one.name === name);
-      const title = this.words.stages[stage - 1];
-      return chunk ? this.words.with_chunks.replace("{stage}", title).replace("{chunk}", chunk) : title;
+    colour(id) {
+      const known = /^[A-Z]$/.test(id);
+      return `var(--fig-${known ? COLOURS[(id.charCodeAt(0) - 65) % COLOURS.length] : "doc"})`;
     }
 
     #build() {
       const { words } = this;
       const button = (name, label) => element("button", { type: "button", "aria-label": label,
         title: label, "data-button": name }, icon(name));
-      this.traffic = element("select", { class: "viewer__select" }, ...Object.entries(words.traffic)
-        .map(([value, text]) => element("option", { value }, text)));
       this.back = button("back", words.back);
       this.play = button("play", words.play);
       this.forward = button("forward", words.forward);
@@ -544,21 +599,15 @@
         "aria-label": words.slider });
       this.clock = element("output", { class: "viewer__clock" });
       this.speed = element("select", { class: "viewer__speed", "aria-label": words.speed },
-        ...SPEEDS.map((speed) => element("option", { value: speed, selected: speed === 1 },
-          `${this.number(speed)}×`)));
+        ...Object.entries(this.speeds).sort(([a], [b]) => a - b).map(([speed, text], i) => element(
+          "option", { value: speed, selected: i === 0 }, text)));
       this.live = element("p", { class: "viewer__live", role: "status" });
-      this.about = element("p", { class: "viewer__about" });
       const controls = element("div", { class: "viewer__controls", role: "group",
         "aria-label": words.controls }, this.back, this.play, this.forward, this.slider, this.clock,
       this.speed);
       this.root.tabIndex = -1;
-      this.root.replaceChildren(element("label", { class: "viewer__pick" },
-        element("span", {}, words.traffic_label), this.traffic), this.about, controls, this.live,
-      element("div", { class: "viewer__panels" }, ...this.panels.map((panel) => panel.root)));
-      this.traffic.addEventListener("change", () => { this.#fill(); this.#open(); });
-      for (const panel of this.panels) {
-        panel.select.addEventListener("change", () => this.#open(null, this.time));
-      }
+      this.root.replaceChildren(controls, this.live,
+        element("div", { class: "viewer__panels" }, ...this.panels.map((panel) => panel.root)));
       this.back.addEventListener("click", () => this.step(-1));
       this.forward.addEventListener("click", () => this.step(1));
       this.play.addEventListener("click", () => this.toggle());
@@ -567,6 +616,20 @@
         this.moveTo(this.stops[this.slider.valueAsNumber]);
       });
       this.root.addEventListener("keydown", (event) => this.#key(event));
+      const light = (event) => this.light(event.target.closest?.("[data-who]")?.dataset.who);
+      this.root.addEventListener("pointerover", light);
+      this.root.addEventListener("pointerleave", () => this.light(""));
+    }
+
+    /** Light requests everywhere: their slices, ticks, blocks, texts and rows. */
+    light(who = "") {
+      this.lit = who;
+      const wanted = who.split(" ").filter(Boolean);
+      this.root.classList.toggle("lights", wanted.length > 0);
+      for (const one of this.root.querySelectorAll("[data-who]")) {
+        const mine = one.dataset.who.split(" ");
+        one.classList.toggle("lit", wanted.some((r) => mine.includes(r)));
+      }
     }
 
     #key(event) {
@@ -579,6 +642,119 @@
       else if (event.key === " " && !event.target.closest("button")) this.toggle();
       else return;
       event.preventDefault();
+    }
+
+    /** Show one recording or two, at a time. */
+    show(recordings, time) {
+      const there = recordings.filter(Boolean);
+      this.span = [Math.min(...there.map((one) => one.first)), Math.max(...there.map((one) => one.last))];
+      this.most = Math.max(...there.map((one) => one.most));
+      this.stops = [...new Set(there.flatMap((one) => one.starts))].sort((a, b) => a - b);
+      this.slider.max = this.stops.length - 1;
+      this.root.classList.toggle("alone", there.length === 1);
+      this.panels.forEach((panel, side) => panel.show(recordings[side]));
+      this.panels[1].root.hidden = !recordings[1] && !this.picks;
+      this.moveTo(time ?? this.stops[0]);
+    }
+
+    /** The index of the last stop that is not after the time. */
+    get stop() {
+      let found = 0;
+      while (found + 1 < this.stops.length && this.stops[found + 1] <= this.time + 1e-9) found += 1;
+      return found;
+    }
+
+    step(by) {
+      this.pause();
+      const stop = this.stop;
+      const back = by < 0 && this.time > this.stops[stop] + 1e-9 ? by + 1 : by;
+      this.moveTo(this.stops[Math.max(0, Math.min(this.stops.length - 1, stop + back))]);
+    }
+
+    moveTo(time) {
+      this.time = time;
+      this.render();
+      if (this.playing) return;
+      this.live.textContent = this.panels.map((panel) => panel.spoken()).join(" ");
+      this.moved?.(this.stop);
+    }
+
+    toggle() {
+      if (this.playing) { this.pause(); return; }
+      if (this.time >= this.stops.at(-1)) this.time = this.stops[0];
+      let before = performance.now();
+      const tick = (now) => {
+        const time = this.time + ((now - before) / 1000) * Number(this.speed.value);
+        before = now;
+        if (time >= this.stops.at(-1)) { this.pause(); this.moveTo(this.stops.at(-1)); return; }
+        this.playing = requestAnimationFrame(tick);
+        this.moveTo(time);
+      };
+      this.playing = requestAnimationFrame(tick);
+      this.#label("pause");
+    }
+
+    pause() {
+      if (!this.playing) return;
+      cancelAnimationFrame(this.playing);
+      this.playing = null;
+      this.#label("play");
+      this.moveTo(this.time);
+    }
+
+    #label(name) {
+      this.play.replaceChildren(icon(name));
+      this.play.setAttribute("aria-label", this.words[name]);
+      this.play.title = this.words[name];
+    }
+
+    render() {
+      if (!this.panels[0].recording) return;
+      this.panels.forEach((panel) => panel.update(this.time));
+      this.slider.value = this.stop;
+      const text = `${this.fixed(this.time)} s`;
+      this.clock.textContent = text;
+      this.slider.setAttribute("aria-valuetext", this.words.at.replace("{time}", text));
+      if (this.lit) this.light(this.lit);
+    }
+  }
+
+  /** The page of recordings: which are shown is chosen here and stands in the address. */
+  class Viewer extends Replay {
+    constructor(root) {
+      super(root, JSON.parse(root.dataset.words), { picks: true });
+      this.recordings = JSON.parse(root.dataset.recordings);
+      const { words } = this;
+      this.traffic = element("select", { class: "viewer__select" }, ...Object.entries(words.traffic)
+        .map(([value, text]) => element("option", { value }, text)));
+      this.about = element("p", { class: "viewer__about" });
+      root.prepend(element("label", { class: "viewer__pick" },
+        element("span", {}, words.traffic_label), this.traffic), this.about);
+      this.traffic.addEventListener("change", () => { this.#fill(); this.#open(); });
+      for (const panel of this.panels) {
+        panel.select.addEventListener("change", () => this.#open(null, this.time));
+      }
+      this.moved = (stop) => {
+        this.address = `#${this.opening}@${stop}`;
+        history.replaceState(null, "", this.address);
+      };
+      const wanted = this.#fromAddress();
+      this.traffic.value = this.recordings.find((one) => one.name === wanted.names[0]).traffic;
+      this.#fill(wanted.names);
+      this.#open(wanted.stop);
+      window.addEventListener("hashchange", () => {
+        const now = this.#fromAddress();
+        if (location.hash === this.address) return;
+        this.traffic.value = this.recordings.find((one) => one.name === now.names[0]).traffic;
+        this.#fill(now.names);
+        this.#open(now.stop);
+      });
+    }
+
+    title(name) {
+      const { stage, chunk_size: chunk } = this.recordings.find((one) => one.name === name);
+      const title = this.words.stages[stage - 1];
+      return chunk ? this.words.with_chunks.replace("{stage}", title).replace("{chunk}", chunk) : title;
     }
 
     #fill(names = null) {
@@ -623,12 +799,6 @@
       }
       if (this.opening !== names.join("+")) return; // another choice was faster
       const there = shown.filter(Boolean);
-      this.span = [Math.min(...there.map((one) => one.first)), Math.max(...there.map((one) => one.last))];
-      this.most = Math.max(...there.map((one) => one.most));
-      this.stops = [...new Set(there.flatMap((one) => one.starts))].sort((a, b) => a - b);
-      this.slider.max = this.stops.length - 1;
-      this.root.classList.toggle("alone", there.length === 1);
-      this.panels.forEach((panel, side) => panel.show(shown[side]));
       const [one] = there;
       this.about.textContent = this.words.about[this.traffic.value]
         + ` ${this.words.recorded.replace("{model}", one.model)
@@ -636,71 +806,13 @@
           .replace("{date}", one.date)}`;
       this.root.removeAttribute("aria-busy");
       const middle = (one.longest.start + one.longest.end) / 2;
-      this.moveTo(stop !== null ? this.stops[Math.min(stop, this.stops.length - 1)] : time ?? middle);
+      this.show(shown, time ?? middle);
+      if (stop !== null) this.moveTo(this.stops[Math.min(stop, this.stops.length - 1)]);
       this.root.dataset.ready = this.opening;
     }
-
-    /** The index of the last stop that is not after the time. */
-    get stop() {
-      let found = 0;
-      while (found + 1 < this.stops.length && this.stops[found + 1] <= this.time + 1e-9) found += 1;
-      return found;
-    }
-
-    step(by) {
-      this.pause();
-      const stop = this.stop;
-      const back = by < 0 && this.time > this.stops[stop] + 1e-9 ? by + 1 : by;
-      this.moveTo(this.stops[Math.max(0, Math.min(this.stops.length - 1, stop + back))]);
-    }
-
-    moveTo(time) {
-      this.time = time;
-      this.render();
-      if (this.playing) return;
-      this.live.textContent = this.panels.map((panel) => panel.spoken()).join(" ");
-      this.address = `#${this.opening}@${this.stop}`;
-      history.replaceState(null, "", this.address);
-    }
-
-    toggle() {
-      if (this.playing) { this.pause(); return; }
-      if (this.time >= this.stops.at(-1)) this.time = this.stops[0];
-      let before = performance.now();
-      const tick = (now) => {
-        const time = this.time + ((now - before) / 1000) * Number(this.speed.value);
-        before = now;
-        if (time >= this.stops.at(-1)) { this.pause(); this.moveTo(this.stops.at(-1)); return; }
-        this.playing = requestAnimationFrame(tick);
-        this.moveTo(time);
-      };
-      this.playing = requestAnimationFrame(tick);
-      this.#label("pause");
-    }
-
-    pause() {
-      if (!this.playing) return;
-      cancelAnimationFrame(this.playing);
-      this.playing = null;
-      this.#label("play");
-      this.moveTo(this.time);
-    }
-
-    #label(name) {
-      this.play.replaceChildren(icon(name));
-      this.play.setAttribute("aria-label", this.words[name]);
-      this.play.title = this.words[name];
-    }
-
-    render() {
-      if (!this.panels[0].recording) return;
-      this.panels.forEach((panel) => panel.update(this.time));
-      this.slider.value = this.stop;
-      const text = `${this.fixed(this.time)} s`;
-      this.clock.textContent = text;
-      this.slider.setAttribute("aria-valuetext", this.words.at.replace("{time}", text));
-    }
   }
+
+  window.miniVllmReplay = { Recording, Replay, element, drawn, load };
 
   function start() {
     for (const root of document.querySelectorAll(".viewer:not([data-started])")) {

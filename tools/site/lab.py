@@ -1,0 +1,51 @@
+"""The lab's generated scripts: the course's Python files as text, and CPython for the browser."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from tools.lab import drive, invariants, pyodide
+from tools.lab.faults import FAULTS
+from tools.site.sources import ROOT
+
+FOLDER = "assets/lab"
+EMPTY = ("shared/__init__.py", "shared/engine/__init__.py", "tools/__init__.py")
+COURSE = (
+    "shared/engine/checks.py",
+    "tools/lab/__init__.py",
+    "tools/lab/drive.py",
+    "tools/lab/faults.py",
+    "tools/lab/page.py",
+)
+
+
+def course() -> dict[str, Any]:
+    """What the worker needs of the course. Raises ValueError if a fault's text has changed."""
+    files = dict.fromkeys(EMPTY, "")
+    files |= {name: (ROOT / name).read_text(encoding="utf-8") for name in COURSE}
+    for stage in sorted((ROOT / "stages").glob("[0-9][0-9]_*")):
+        for name in drive.FILES:
+            path = stage / name
+            files[path.relative_to(ROOT).as_posix()] = path.read_text(encoding="utf-8")
+    [last] = (ROOT / "stages").glob("04_*")
+    sources = {name: (last / name).read_text(encoding="utf-8") for name in drive.FILES}
+    for fault in FAULTS:
+        fault.plant(sources)
+    return {"files": files, "invariants": invariants.sentences()}
+
+
+@cache
+def _pyodide() -> tuple[str, str]:
+    data, line = pyodide.package()
+    return (pyodide.script(data) if data else "miniVllmPyodide(null);\n"), line
+
+
+def scripts() -> tuple[dict[str, str], str]:
+    """Address -> content of the generated scripts, and a line about Pyodide."""
+    text, line = _pyodide()
+    return {
+        f"{FOLDER}/course.js": f"miniVllmCourse({json.dumps(course(), ensure_ascii=False)});\n",
+        f"{FOLDER}/pyodide.js": text,
+    }, line
