@@ -387,7 +387,7 @@ class Lab:
                 self._break("owner", f"{sequence.request_id} has a block twice in its table")
             holders.update(sequence.block_table)
         # The free blocks, in the order of reuse; stages 01 and 02 have a plain queue.
-        free = set(getattr(manager, "_reuse_order", None) or getattr(manager, "_free", ()))
+        free = set(manager._reuse_order if self.stage >= 3 else manager._free)
         if self.stage < 3:
             for block, count in holders.items():
                 if count > 1 or block in free:

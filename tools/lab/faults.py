@@ -94,8 +94,8 @@ FAULTS = (
         invariant="published",
         symptom="Two users send the same prompt in one step. When that step fails, everybody who "
         "asks the same later gets an answer to something else.",
-        why="Publishing happens in `schedule`, before anything is computed. If the step then fails, "
-        "the block's name stays, and its content was never written.",
+        why="Publishing happens in `schedule`, before anything is computed. If the step then "
+        "fails, the block's name stays, and its content was never written.",
         test="test_B3_a_failed_forward_publishes_nothing",
         setting=setting(
             request("A", 0, 70, 8, shared=64),
@@ -109,10 +109,10 @@ FAULTS = (
         new="        sequence = max(self.running, key=lambda s: len(s.block_table))\n"
         "        self.running.remove(sequence)\n",
         invariant="youngest",
-        symptom="With a small pool, long requests take for ever: they are computed again and again, "
-        "while short ones that came later pass by.",
-        why="It takes from the one that holds most, and not from the youngest. Two long requests can "
-        "then rob each other in turn, and nobody is safe who must advance.",
+        symptom="With a small pool, long requests take for ever: they are computed again and "
+        "again, while short ones that came later pass by.",
+        why="It takes from the one that holds most, and not from the youngest. Two long requests "
+        "can then rob each other in turn, and nobody is safe who must advance.",
         test="test_S7_a_preempted_request_keeps_its_place",
         setting=setting(
             request("A", 0, 60, 60),
@@ -130,8 +130,8 @@ FAULTS = (
         invariant="seat",
         symptom="Many documents arrive at once. All begin, the pool is full of half-done prompts, "
         "and the first token of each comes late.",
-        why="Only RUNNING sequences are counted. PREFILLING ones hold blocks, too, so any number of "
-        "prompts can be half done.",
+        why="Only RUNNING sequences are counted. PREFILLING ones hold blocks, too, so any number "
+        "of prompts can be half done.",
         test="test_S8_half_done_prompts_take_seats",
         setting=setting(
             *(request(name, i, 150, 6) for i, name in enumerate("ABCDE")), max_num_seqs=2
@@ -145,10 +145,10 @@ FAULTS = (
         "            self.block_manager.free(sequence)\n"
         "        sequence.status = SequenceStatus.FINISHED\n",
         invariant="ends",
-        symptom="Fine for hours. The pool then shrinks a little whenever somebody closes the window "
-        "while a document is being read.",
-        why="The clean-up only knows RUNNING. A PREFILLING sequence that is aborted keeps its blocks "
-        "for ever.",
+        symptom="Fine for hours. The pool then shrinks a little whenever somebody closes the "
+        "window while a document is being read.",
+        why="The clean-up only knows RUNNING. A PREFILLING sequence that is aborted keeps its "
+        "blocks for ever.",
         test="test_A1_abort_in_every_state",
         setting=setting(
             request("A", 0, 40, 30),
@@ -180,8 +180,8 @@ FAULTS = (
         invariant="past",
         symptom="Chats are fine. The answers about documents are noise, except for those that fit "
         "into one chunk.",
-        why="The context of a chunk is said to be the whole prompt. Its rows read slots that are not "
-        "written yet, and sit at the wrong places besides.",
+        why="The context of a chunk is said to be the whole prompt. Its rows read slots that are "
+        "not written yet, and sit at the wrong places besides.",
         test="test_C1_chunks_see_no_further_than_their_own_end",
         setting=setting(request("A", 0, 50, 10), request("document", 2, 220, 4)),
     ),
@@ -192,8 +192,8 @@ FAULTS = (
         invariant="budget",
         symptom="One document at a time is no problem. When three arrive together, all streams "
         "become slow, although nobody changed the budget.",
-        why="A slice is charged as one token, whatever its length is. That is right for decodes and "
-        "wrong for chunks: what is left of the budget goes below zero, and nobody notices.",
+        why="A slice is charged as one token, whatever its length is. That is right for decodes "
+        "and wrong for chunks: what is left of the budget goes below zero, and nobody notices.",
         test="test_between_two_tokens_never_more_than_the_budget",
         setting=setting(
             request("A", 0, 20, 20),

@@ -58,5 +58,7 @@ def sentences() -> dict[str, dict[str, str | int]]:
         rows = [row for row in _cells(path.read_text(encoding="utf-8")) if words in row[0]]
         if len(rows) != 1:
             raise ValueError(f"{path.name} has {len(rows)} rows with {words!r}, expected one")
-        found[key] = {"chapter": chapter, "page": path.stem, "holds": rows[0][0], "if": rows[0][1]}
+        anchor = "what-must-hold" + ("-and-what-breaks-if-it-does-not" if chapter else "")
+        page = f"chapters/{path.stem}.html#{anchor}"
+        found[key] = {"chapter": chapter, "page": page, "holds": rows[0][0], "if": rows[0][1]}
     return found

@@ -61,7 +61,7 @@ def diagnose(number: int, invariant: str, file: str, line: int) -> dict[str, Any
     also = {broken["key"] for broken in found[:2]}
     right_invariant = invariant == one.invariant or invariant in also
     right_line = file == one.file and first - 1 <= line <= last + 1
-    answer = {"invariant": right_invariant, "line": right_line}
+    answer: dict[str, Any] = {"invariant": right_invariant, "line": right_line}
     if right_invariant and right_line:
         answer |= {"why": one.why, "test": one.test, "old": one.old, "new": one.new}
         answer |= {"file": one.file, "first": first, "last": last}

@@ -21,9 +21,7 @@ import urllib.request
 from pathlib import Path
 
 VERSION = "314.0.7"
-SHA512 = (
-    "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
-)
+SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILE = f"pyodide-{VERSION}.tgz"
 REGISTRY = "https://registry.npmjs.org"
 PARTS = {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
+from html import escape
 from typing import Any
 
 from tools.lab import drive, invariants, pyodide
 from tools.lab.faults import FAULTS
+from tools.lab.presets import PRESETS
 from tools.site.sources import ROOT
 
 FOLDER = "assets/lab"
@@ -33,7 +36,7 @@ def course() -> dict[str, Any]:
     sources = {name: (last / name).read_text(encoding="utf-8") for name in drive.FILES}
     for fault in FAULTS:
         fault.plant(sources)
-    return {"files": files, "invariants": invariants.sentences()}
+    return {"files": files, "invariants": invariants.sentences(), "presets": PRESETS}
 
 
 @cache
@@ -42,10 +45,27 @@ def _pyodide() -> tuple[str, str]:
     return (pyodide.script(data) if data else "miniVllmPyodide(null);\n"), line
 
 
-def scripts() -> tuple[dict[str, str], str]:
-    """Address -> content of the generated scripts, and a line about Pyodide."""
+def element(kind: str, words: Mapping[str, Any], **data: str) -> str:
+    """A place for a part of the lab, with the button that opens it; on one line of HTML."""
+    attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in data.items())
+    button = (
+        "" if "open" in data else f'<button type="button">{escape(words["open"][kind])}</button>'
+    )
+    return (
+        f'\n<div class="lab" data-search-exclude data-lab="{kind}"{attributes}>{button}'
+        f"<noscript>{escape(words['noscript'])}</noscript></div>\n"
+    )
+
+
+def scripts(words: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """Address -> content of the generated scripts, and a line about Pyodide.
+
+    Args:
+        words: the page's words, of which the lab needs its own and the viewer's.
+    """
     text, line = _pyodide()
+    content = course() | {"words": words["lab"], "viewer": words["viewer"]}
     return {
-        f"{FOLDER}/course.js": f"miniVllmCourse({json.dumps(course(), ensure_ascii=False)});\n",
+        f"{FOLDER}/course.js": f"miniVllmCourse({json.dumps(content, ensure_ascii=False)});\n",
         f"{FOLDER}/pyodide.js": text,
     }, line

@@ -21,6 +21,7 @@ from tools.site import (  # noqa: E402
     bench as docs_bench,
     example as docs_example,
     figures as docs_figures,
+    lab as docs_lab,
     sources as docs_code,
     tables as docs_tables,
     viewer as docs_viewer,
@@ -117,6 +118,11 @@ def define_env(env: Any) -> None:
     def table(name: str) -> str:
         """A table computed by `tools/site/tables.py`."""
         return docs_tables.table(name, words()["tables"])
+
+    @env.macro
+    def lab(kind: str, **data: str) -> str:
+        """A part of the lab; with `open="yes"` it opens by itself."""
+        return docs_lab.element(kind, words()["lab"], **data)
 
     @env.macro
     def trace_viewer() -> str:

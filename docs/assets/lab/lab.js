@@ -18,6 +18,7 @@
   window.miniVllmCourse = (content) => { course = content; };
 
   const loading = new Map();
+
   /** Load a script once. Not fetch(): that fails on pages opened from the disk. */
   function script(name) {
     if (!loading.has(name)) {
@@ -51,12 +52,13 @@
   /** Start Python, once. Rejects with a sentence for the reader where that is impossible. */
   function boot() {
     starting ??= (async () => {
-      const words = window.miniVllmLab.words;
+      await script("course.js");
+      const { words } = course;
       if (typeof WebAssembly !== "object" || typeof DecompressionStream !== "function") {
         throw new Error(words.no_wasm);
       }
       const began = performance.now();
-      await Promise.all([script("worker.js"), script("course.js"), script("pyodide.js")]);
+      await Promise.all([script("worker.js"), script("pyodide.js")]);
       if (!parts) throw new Error(words.no_pyodide);
       // A module, as Pyodide wants it; by a data URL, since a page from the disk may start no other.
       const source = encodeURIComponent(`(${window.miniVllmWorker})();`);
@@ -81,7 +83,7 @@
     let timer = null;
     const late = new Promise((_, reject) => {
       timer = setTimeout(() => {
-        const error = new Error(window.miniVllmLab.words.too_long);
+        const error = new Error(course.words.too_long);
         reject(error);
         stop(error);
       }, PATIENCE);
@@ -93,5 +95,6 @@
     }
   }
 
-  window.miniVllmLab = { boot, call, script, words: {}, course: () => course };
+  Object.assign(window.miniVllmLab, { boot, call, script, course: () => course,
+    base: new URL("../../", HERE).href });
 })();

@@ -382,7 +382,7 @@
       for (let n = Math.ceil(first / every); n * every <= last; n += 1) {
         const s = n * every || 0; // not -0
         parts.push(drawn("text", { class: "axis", x: x(s), y: height - 4, "text-anchor": "middle" },
-          `${this.viewer.number(s)} s`));
+          this.viewer.span[1] < 1 ? `${this.viewer.number(s * 1000)} ms` : `${this.viewer.number(s)} s`));
       }
       this.cursor = drawn("line", { class: "cursor", y1: top - 4, y2: height - 18 });
       this.strips.replaceChildren(...parts, this.cursor);
@@ -712,7 +712,7 @@
       if (!this.panels[0].recording) return;
       this.panels.forEach((panel) => panel.update(this.time));
       this.slider.value = this.stop;
-      const text = `${this.fixed(this.time)} s`;
+      const text = this.picks ? `${this.fixed(this.time)} s` : this.seconds(this.time);
       this.clock.textContent = text;
       this.slider.setAttribute("aria-valuetext", this.words.at.replace("{time}", text));
       if (this.lit) this.light(this.lit);

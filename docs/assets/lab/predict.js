@@ -1,0 +1,2 @@
+// Predict, then see.
+"use strict";
