@@ -25,7 +25,7 @@ def bytes_per_block(shape: ModelShape, block_size: int) -> int:
 
 
 def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None]) -> int:
-    """`config.num_blocks`, or as many as fit in memory and all seats together could fill.
+    """`config.num_blocks`, or as many as fit in memory and as all sequences together could fill.
 
     Args:
         config: a stage's `EngineConfig` with its `max_model_len` known.
@@ -43,6 +43,7 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
                 f"num_blocks {config.num_blocks} with block_size {config.block_size} take "
                 f"{config.num_blocks * block_bytes} bytes; {shape.device} has {total}"
             )
+        _log_pool(shape, config, config.num_blocks)
         return config.num_blocks
     share = config.memory_utilization or DEFAULT_UTILIZATION[shape.device.type]
     if shape.device.type == "cuda":
@@ -58,11 +59,21 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
     if num_blocks < 1:
         raise ValueError(f"no memory for one block of {block_bytes} bytes: {budget} bytes left")
     logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB (%.0f %% of memory may be used: %.2f GiB)",
-        *(num_blocks, config.block_size, num_blocks * block_bytes / 2**30),
-        *(100 * share, budget / 2**30),
+        "%.0f %% of memory may be used: %.2f GiB for the KV cache", 100 * share, budget / 2**30
     )
+    _log_pool(shape, config, num_blocks)
     return num_blocks
+
+
+def _log_pool(shape: ModelShape, config: Any, num_blocks: int) -> None:
+    """Say what the pool holds: tokens, and requests of the full length."""
+    blocks_each = -(-config.max_model_len // config.block_size)
+    logger.info(
+        "KV cache: %s tokens (%d blocks of %d, %.2f GiB), %.1f requests of %s tokens",
+        *(f"{num_blocks * config.block_size:,}", num_blocks, config.block_size),
+        num_blocks * bytes_per_block(shape, config.block_size) / 2**30,
+        *(num_blocks / blocks_each, f"{config.max_model_len:,}"),
+    )
 
 
 def _total_memory(device: torch.device) -> int:

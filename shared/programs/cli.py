@@ -58,6 +58,7 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
     def program() -> int:
         log_to_stderr(logging.INFO)
         logging.getLogger("httpx").setLevel(logging.WARNING)
+        logging.getLogger("shared.engine.base").setLevel(logging.WARNING)  # not amid the answers
         if args.trace:
             files.try_out(args.trace)
         args.prompts = [read_stdin() if p == "-" else p for p in args.prompts]

@@ -48,6 +48,30 @@ def test_a_share_of_what_is_available(tiny: Any, monkeypatch: pytest.MonkeyPatch
         choose_num_blocks(shape, config(), nothing)
 
 
+def test_the_last_block_of_a_sequence_counts_whole(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences of 65 tokens in blocks of 16 take five blocks each, the last one almost empty."""
+    shape = inspect_model(tiny[0])
+    memory = SimpleNamespace(available=2**40, total=2**40)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    options = config(max_model_len=65, max_num_seqs=3)
+    assert choose_num_blocks(shape, options, nothing) == 15
+
+
+@pytest.mark.parametrize("num_blocks", [None, 18])
+def test_the_log_says_what_the_pool_holds(
+    tiny: Any, caplog: pytest.LogCaptureFixture, num_blocks: int | None
+) -> None:
+    caplog.set_level("INFO")
+    STAGES[0].LLMEngine(
+        tiny, max_model_len=90, block_size=16, num_blocks=num_blocks, max_num_seqs=3
+    )
+    tokens, requests = ("288", "3.0")  # 18 blocks of 16; a request of 90 tokens takes 6 blocks
+    assert f"KV cache: {tokens} tokens (18 blocks of 16" in caplog.text
+    assert f", {requests} requests of 90 tokens" in caplog.text
+
+
 def test_on_cuda_the_peak_of_a_forward_goes_off(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = dataclasses.replace(inspect_model(tiny[0]), device=torch.device("cuda"))
     block = bytes_per_block(shape, 16)

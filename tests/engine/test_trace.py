@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from shared import SamplingParams, load_stage
 from shared.engine.trace import StepRecord, Trace
 
 # Two prompts of 5 and 4 tokens. "long" is chunked by 3, and its last chunk is one token; it is
@@ -231,3 +232,27 @@ def test_export_args_and_counters():
     assert counters["free blocks"] == [{"free": 20 - index} for index in range(8)]
     assert counters["waiting"] == [{"waiting": index % 2} for index in range(8)]
     assert counters["running"] == [{"running": 2, "prefilling": 1}] * 8
+
+
+def test_a_busy_engine_logs_its_load(tiny, caplog, monkeypatch):
+    """One line for every ten seconds with steps, with the rates of these seconds."""
+    engine = load_stage(1).LLMEngine(tiny, block_size=4, num_blocks=20)
+    now = 0.0
+
+    def a_second_later():
+        nonlocal now
+        now += 1
+        return now
+
+    monkeypatch.setattr("time.perf_counter", a_second_later)
+    caplog.set_level("INFO", logger="shared.engine.base")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    engine.generate([[5] * 10, [6] * 10], params, use_tqdm=False)
+    lines = [r.getMessage() for r in caplog.records if r.name == "shared.engine.base"]
+    assert len(lines) == 2, lines
+    first, second = lines
+    assert "2 running, 0 waiting" in first and "0 prompt tokens/s in" in second
+    assert float(first.split(" tokens/s out")[0].split()[-1]) > 0
+    engine.log_interval = float("inf")
+    engine.generate([[5] * 10], params, use_tqdm=False)
+    assert len([r for r in caplog.records if r.name == "shared.engine.base"]) == 2
