@@ -2,7 +2,8 @@
 
 The engine is a stage's own; only its model runner is replaced, by one that computes nothing. Pools
 are tiny and large in turn, requests come in bursts, of random lengths and salts; they are aborted
-in every state, streams are closed half-way, forwards fail and are interrupted. With `--model` the
+in every state and at every point of a step, by the thread that steps and by others; streams are
+closed half-way, forwards fail and are interrupted. With `--model` the
 model computes, too, and fewer requests come.
 
 Whenever an engine has become idle, all blocks must be free and no sequence and no request may live
@@ -22,6 +23,7 @@ import gc
 import inspect
 import logging
 import random
+import threading
 import time
 import zlib
 from collections import Counter
@@ -49,6 +51,16 @@ LONGEST_PROMPT, MOST_TOKENS = 40, 12
 STOP_TOKEN_IDS = list(range(60))
 SALTS = ("", "a", "b")
 STATES = ("waiting", "prefilling", "running", "preempted")  # when they are aborted
+# Before and after these calls of a step somebody may be aborted. None is the engine.
+POINTS = (
+    ("scheduler", "schedule"),
+    ("model_runner", "run"),
+    ("sampler", "sample"),
+    ("scheduler", "commit"),
+    ("trace", "add"),
+    (None, "_deliver"),
+)
+ABORT_CHANCE = 0.002  # at each point
 # A pool for little more than one request, and one for all.
 POOLS: dict[str, dict[str, int]] = {
     "tiny": {"block_size": 4, "num_blocks": 16, "max_num_seqs": 5, "max_num_batched_tokens": 64},
@@ -117,6 +129,41 @@ class Soak:
         self.aborted: set[str] = set()
         self.num_failures = 0  # of which we have seen the outputs
         self.seen: Counter[str] = Counter()
+        for part, method in POINTS:
+            self.abort_around(getattr(self.engine, part) if part else self.engine, method)
+
+    def abort_around(self, owner: Any, method: str) -> None:
+        """Abort somebody, now and then, before or after each call of `owner.method`."""
+        original = getattr(owner, method)
+
+        def around(*args: Any) -> Any:
+            self.abort_in_step()
+            result = original(*args)
+            self.abort_in_step()
+            return result
+
+        setattr(owner, method, around)
+
+    def abort_in_step(self) -> None:
+        """With a small chance, end somebody while a step runs, from this thread or another."""
+        if self.rng.random() > ABORT_CHANCE:
+            return
+        live = [name for name in self.expected if name not in self.aborted]
+        if not live:
+            return
+        name = self.rng.choice(live)
+        answers: list[bool] = []
+        thread = threading.Thread(target=lambda: answers.append(self.engine.abort_request(name)))
+        if self.rng.random() < 0.5:
+            answers.append(self.engine.abort_request(name))
+        else:
+            thread.start()
+            thread.join(timeout=60)
+            if not answers:
+                raise Lost(f"abort_request({name!r}) waits for the step, in another thread")
+        if answers[0]:  # else it has ended, and its last output is under way
+            self.aborted.add(name)
+            self.seen["in a step"] += 1
 
     def round(self, num_requests: int) -> None:
         """Serve so many requests to their ends; the engine is idle afterwards."""
@@ -308,7 +355,7 @@ def soak(
 
 def describe(seen: Counter[str]) -> str:
     """What happened how often, ends first."""
-    states = [f"{seen[state]:,} {state}" for state in STATES if seen[state]]
+    states = [f"{seen[state]:,} {state}" for state in (*STATES, "in a step") if seen[state]]
     ends = [f"{seen[end]:,} {end}" for end in ("length", "stop", "error", "refused")]
     others = [
         f"{seen[what]:,} {what}" for what in ("preemptions", "interrupted", "streams", "steps")

@@ -25,7 +25,7 @@ def test_a_stage_loses_nothing(number: int, capsys: pytest.CaptureFixture) -> No
     assert program.main(["soak", "--stages", str(number), "--requests", str(REQUESTS)]) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"stage 0{number}: {REQUESTS} requests in ")
-    for what in ("length", "stop", "error", "refused", "abort", "preemptions"):
+    for what in ("length", "stop", "error", "refused", "abort", "in a step", "preemptions"):
         assert f" 0 {what}" not in line and what in line, f"it never came to {what!r}: {line}"
 
 
