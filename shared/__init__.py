@@ -6,7 +6,7 @@ from . import waiting as _waiting  # noqa: F401  # isort: skip  # before torch i
 
 from .engine.outputs import RequestOutput
 from .engine.sampling_params import SamplingParams
-from .programs.program import interrupted_import
+from .interrupt import interrupted_import
 from .stages import load_stage
 
 __all__ = ["RequestOutput", "SamplingParams", "load_stage"]

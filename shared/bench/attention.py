@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,11 +20,13 @@ from torch import Tensor
 from shared import SamplingParams, load_stage
 from shared.engine.backends import load_kernels
 from shared.engine.model_shape import ModelShape
+from shared.measure.machine import timed
 from shared.measure.metrics import MS, Measure
 from shared.measure.workloads import Passages
+from shared.programs.options import whole
 
 from . import rows
-from .options import Parser, sizes, whole
+from .options import Parser, sizes
 from .results import Report
 from .session import Session
 
@@ -94,20 +95,6 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source).copy_(source)
     seconds = [timed(lambda: target.copy_(source), device) for _ in range(10)]
     return 2 * COPY_BYTES / statistics.median(seconds) / 1e9
-
-
-def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until what `call` does is done."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / MS
 
 
 def kernels(session: Session, context: int, batch: int, rounds: int, bandwidth: float) -> None:

@@ -22,8 +22,9 @@ from typing import Any
 from shared import load_stage
 from shared.measure import metrics
 from shared.measure.metrics import Measure
+from shared.programs.options import whole
 
-from .options import Parser, add_stages, sizes, whole
+from .options import Parser, add_stages, sizes
 from .results import Report
 from .session import Session
 

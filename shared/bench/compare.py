@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shared.measure.results import load, short
+
 from .options import Parser
-from .results import load, pack, short
+from .results import pack
 
 
 def add_options(parser: Parser) -> None:

@@ -20,9 +20,10 @@ from shared import RequestOutput
 from shared.measure import metrics, workloads
 from shared.measure.metrics import MEASURES, Measure
 from shared.measure.runner import params_of, run_engine
+from shared.programs.options import number, whole
 
 from . import rows
-from .options import Parser, add_stages, number, sizes, whole
+from .options import Parser, add_stages, sizes
 from .results import Report
 from .session import Session, fresh
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shared.measure.workloads import WORKLOADS
+from shared.programs.options import whole
 
 from . import rows
-from .options import Parser, sizes, whole
+from .options import Parser, sizes
 from .results import Report
 from .session import Session
 

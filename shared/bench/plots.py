@@ -21,9 +21,10 @@ from rich.console import Console
 from shared.draw.gaps import Panel, height_of_gaps, paint_gaps
 from shared.draw.picture import CHATS, THEMES, Theme, draw, halo, legend, log_axis, plain
 from shared.measure.episode import seconds
+from shared.measure.machine import place
+from shared.measure.results import load, short
 
 from .options import Parser
-from .results import load, place, short
 
 Content = Mapping[str, Any]
 LINES = {"stage 03": ("doc", "--", "s"), "stage 04": ("a", "-", "o")}

@@ -19,9 +19,10 @@ from shared.measure.agreement import first_difference
 from shared.measure.metrics import MEASURES, Measure
 from shared.measure.runner import run_engine
 from shared.measure.workloads import Workload
+from shared.programs.options import whole
 
 from . import bookkeeping, rows
-from .options import Parser, sizes, whole
+from .options import Parser, sizes
 from .results import Report
 from .session import Session
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -30,16 +29,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from shared.engine import files
+from shared.measure.machine import machine_facts
 from shared.measure.metrics import MEASURES, Measure
+from shared.measure.results import FORMAT, VERSION, short
 
-FORMAT = "mini-vllm-bench"
-VERSION = 1
 PACKAGES = ("torch", "transformers", "numba", "numpy", "triton")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -270,12 +268,6 @@ def cell(value: Mapping[str, Any] | None) -> str:
     return f"{text} ±{short(spread)}" if len(value["rounds"]) > 1 else text
 
 
-def short(number: float) -> str:
-    """Three digits that count, and no more; thousands apart."""
-    size = abs(number)
-    return f"{number:,.0f}" if size >= 99.95 or not size else f"{number:.{1 + (size < 9.995)}f}"
-
-
 def pack(widths: Sequence[int], room: int) -> list[list[int]]:
     """Split columns of these widths into groups that fit into `room`, at least one in each."""
     groups: list[list[int]] = [[]]
@@ -312,43 +304,6 @@ def layout(content: Mapping[str, Any]) -> str:
 # --- where and with what ----------------------------------------------------------------------
 
 
-def machine_facts() -> dict[str, Any]:
-    """What the numbers depend on, without anything that names the machine."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "cpu": _cpu_model(),
-        "cores": _num_cores(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": gpu,
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def place(machine: Mapping[str, Any], cores: str = "cores") -> str:
-    """On what something was measured: the GPU, or the CPU and how many of its `cores`."""
-    return machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} {cores}"
-
-
-def _num_cores() -> int | None:
-    """Cores that this process may use, where the system tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def versions() -> dict[str, str]:
     """Python and the packages that do the work."""
     found = {"python": platform.python_version()}
@@ -372,8 +327,3 @@ def git_commit() -> str | None:
         return git("rev-parse", "--short=10", "HEAD") + ("+changes" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def load(path: str | Path) -> dict[str, Any]:
-    """Read what `Report.save` wrote. Raises ValueError if it is something else."""
-    return files.load_json(path, FORMAT, VERSION)

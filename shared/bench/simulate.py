@@ -25,9 +25,10 @@ from shared.measure.roofline import GPUS, ModelSize, Roofline
 from shared.measure.runner import Run, run_engine
 from shared.measure.simulator import Fitted, SimulatedEngine, StepTime
 from shared.measure.workloads import Passages, Workload, WorkloadRequest
+from shared.programs.options import number, whole
 
 from . import goodput, rows, stall
-from .options import Parser, number, sizes, whole
+from .options import Parser, sizes
 from .results import Report
 from .session import Session
 

@@ -39,8 +39,9 @@ from rich.console import Console
 from shared import RequestOutput, SamplingParams, load_stage
 from shared.engine.outputs import Request
 from shared.models import LoadedModel, load_model
+from shared.programs.options import whole
 
-from .options import Parser, add_stages, whole
+from .options import Parser, add_stages
 
 SLACK = 8 << 20
 PER_REQUEST = 512

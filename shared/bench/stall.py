@@ -15,9 +15,10 @@ from shared import SamplingParams
 from shared.measure import metrics, workloads
 from shared.measure.metrics import Measure
 from shared.measure.runner import Run, run_engine
+from shared.programs.options import number, whole
 
 from . import rows
-from .options import Parser, add_stages, number, sizes, whole
+from .options import Parser, add_stages, sizes
 from .results import Report
 from .session import Session, fresh
 

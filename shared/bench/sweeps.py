@@ -6,9 +6,10 @@ from typing import Any
 
 from shared.measure import workloads
 from shared.measure.metrics import MEASURES, Measure
+from shared.programs.options import whole
 
 from . import rows, stall
-from .options import Parser, sizes, whole
+from .options import Parser, sizes
 from .session import Session
 
 CHUNKS, BLOCKS, POOLS = "chunk size", "block size", "pool size"

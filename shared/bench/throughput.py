@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shared.measure.workloads import chat
+from shared.programs.options import whole
 
 from . import rows
-from .options import Parser, add_stages, sizes, whole
+from .options import Parser, add_stages, sizes
 from .results import Report
 from .session import Session
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from shared import waiting
 from shared.measure.metrics import Measure
+from shared.programs.options import whole
 
-from .options import Parser, base_name, sizes, whole
+from .options import Parser, base_name, sizes
 from .results import Report
 from .session import Session
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from shared.bench.options import whole
-from shared.engine.sampling_params import SamplingParams
+from shared.programs.options import whole
 from shared.programs.program import Parser, finish
 from shared.stages import STAGES, load_stage
 
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from shared.draw.gaps import plot_gaps
-    from shared.measure.episode import serve
+    from shared.measure.episode import serve, warm_up
     from shared.models import load_model
 
     from .view import LiveView, PlainView, results
@@ -178,24 +177,6 @@ def make_engine(number: int, loaded: LoadedModel, arrivals: Sequence[Arrival], c
     if number == 4:
         options["max_prefill_chunk_size"] = chunk
     return load_stage(number).LLMEngine(loaded, **options)
-
-
-def warm_up(engine: Any, arrivals: Sequence[Arrival], chunk: int) -> None:
-    """Compile kernels and touch memory before anything is measured.
-
-    Runs a decode and, beside it, a prefill of a little more than one chunk, and then empties the
-    prefix cache.
-    """
-    chat, document = arrivals[0].prompt_token_ids, arrivals[-1].prompt_token_ids
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    engine.add_request(chat, params)
-    for _ in range(3):
-        engine.step()
-    engine.add_request(document[: chunk + BLOCK_SIZE], params)
-    while engine.has_unfinished_requests():
-        engine.step()
-    if hasattr(engine, "reset_prefix_cache"):
-        engine.reset_prefix_cache()
 
 
 def compare(episodes: Sequence[Episode], model: Any) -> tuple[list[str], list[str]]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from shared.bench import results
-from shared.bench.attention import timed
 from shared.engine.trace import Trace
+from shared.measure import results
 from shared.measure.episode import DOCUMENT, Arrival, Episode, build_arrivals, serve
+from shared.measure.machine import machine_facts, place, timed
 from shared.models import LoadedModel, load_model
 
 __all__ = [
@@ -47,11 +47,11 @@ def load(name: str = "smollm2", device: str = "auto") -> LoadedModel:
 
 def machine(model: Any) -> str:
     """On what the numbers of this run were measured."""
-    facts = results.machine_facts()
+    facts = machine_facts()
     if model.device.type != "cuda":
         facts["gpu"] = None
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"{results.place(facts)}; torch {torch.__version__}, {dtype}"
+    return f"{place(facts)}; torch {torch.__version__}, {dtype}"
 
 
 def example(tokenizer: Any, document_tokens: int = 1300, max_tokens: int = 64) -> list[Arrival]:

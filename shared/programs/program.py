@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NoReturn
 
 EXPECTED = (ImportError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -89,14 +88,3 @@ def log_to_stderr(level: int) -> None:
         console=Console(stderr=True), show_time=False, show_path=False, show_level=False
     )
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
-
-
-def interrupted_import(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """A `sys.excepthook` for the seconds before `finish`: Ctrl-C ends a program in the same way."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-        return
-    print("\ninterrupted", file=sys.stderr)
-    sys.exit(130)

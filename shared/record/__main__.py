@@ -45,12 +45,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.bench.results import machine_facts
-from shared.demo.__main__ import warm_up
 from shared.engine import files
 from shared.engine.outputs import RequestOutput
 from shared.engine.trace import StepRecord, Trace
-from shared.measure.episode import Arrival, build_arrivals, has
+from shared.measure.episode import Arrival, build_arrivals, has, warm_up
+from shared.measure.machine import machine_facts
 from shared.programs.program import Parser, finish
 from shared.stages import load_stage
 

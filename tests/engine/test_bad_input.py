@@ -25,11 +25,12 @@ from transformers import AutoTokenizer
 
 from shared import SamplingParams, load_stage
 from shared.bench import __main__ as bench_program
-from shared.bench import results, soak
+from shared.bench import compare, soak
 from shared.demo import __main__ as demo_program
 from shared.engine import files
 from shared.engine.prompts import chat_prompt
 from shared.engine.trace import StepRecord, Trace
+from shared.measure.results import load as load_results
 from shared.models import load_model, smollm2
 from shared.models.tiny import build_tiny_model, tiny_tokenizer
 from shared.notebook import example
@@ -387,7 +388,7 @@ def test_where_no_file_can_be(tmp_path: Path) -> None:
 LOADERS = {
     "mini-vllm-trace": Trace.load,
     "mini-vllm-replay": trace_program.load,
-    "mini-vllm-bench": results.load,
+    "mini-vllm-bench": load_results,
 }
 
 
@@ -603,7 +604,7 @@ def interrupt(*args: Any, **options: Any) -> None:
     ("module", "function", "line"),
     [
         (soak, "load_model", "bench soak"),
-        (results, "load", "bench compare a b"),
+        (compare, "load", "bench compare a b"),
         (trace_program, "record_all", "trace record"),
         (demo_program, "run", "demo"),
     ],
@@ -616,7 +617,7 @@ def test_ctrl_c_ends_every_program_alike(
     line: str,
 ) -> None:
     monkeypatch.setattr(module, function, interrupt)
-    monkeypatch.setattr("shared.bench.compare.load", interrupt)
+
     name, *argv = line.split()
     assert PROGRAMS[name](argv) == 130
     assert capsys.readouterr().err.strip() == "interrupted"

@@ -12,9 +12,10 @@ import torch
 from shared import SamplingParams, load_stage
 from shared.bench import __main__ as program
 from shared.bench import attention, bookkeeping, ladder, prefix, rows, stall
-from shared.bench.results import Report, load
+from shared.bench.results import Report
 from shared.bench.session import Session, fresh
 from shared.engine.model_shape import ModelShape
+from shared.measure.results import load
 
 SMALL: dict[str, list[str]] = {
     "ladder": ["--requests", "2", "--rounds", "2", "--concurrency", "8"],

@@ -10,8 +10,9 @@ import pytest
 from shared import RequestOutput
 from shared.bench import __main__ as program
 from shared.bench import goodput, simulate
-from shared.bench.results import Report, load
+from shared.bench.results import Report
 from shared.engine.outputs import RequestMetrics
+from shared.measure.results import load
 from shared.measure.simulator import SimulatedEngine
 from shared.measure.workloads import Workload, WorkloadRequest
 

@@ -12,11 +12,13 @@ import pytest
 from rich.console import Console
 
 from shared.bench import compare, results
-from shared.bench.options import base_name, clean_command, number, whole
+from shared.bench.options import base_name, clean_command
 from shared.bench.results import Claim, Report
 from shared.engine.outputs import RequestMetrics, RequestOutput
 from shared.measure.agreement import Agreement, first_difference
 from shared.measure.metrics import Measure
+from shared.measure.results import load, short
+from shared.programs.options import number, whole
 
 SPEED = Measure("speed", "tok/s", "tokens / second", "higher")
 DELAY = Measure("delay", "ms", "milliseconds", "lower")
@@ -107,7 +109,7 @@ def test_pack() -> None:
     ],
 )
 def test_short(value: float, text: str) -> None:
-    assert results.short(value) == text
+    assert short(value) == text
 
 
 def test_file_says_how_it_was_made_and_names_no_machine(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_file_says_how_it_was_made_and_names_no_machine(tmp_path: Path) -> None:
     path = made.save(tmp_path / "new")
     assert path.name == "test.json"
     assert not list(path.parent.glob("*.part"))
-    content = results.load(path)
+    content = load(path)
     assert content["seed"] == 7 and content["complete"] is False
     assert content["columns"]["speed"]["formula"] == "tokens / second"
     assert content["rows"][0]["values"]["delay"]["rounds"] == [1.0]
@@ -141,7 +143,7 @@ def test_load_refuses_other_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="x.json"):
-        results.load(path)
+        load(path)
 
 
 def test_commit_is_known_or_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

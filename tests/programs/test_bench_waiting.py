@@ -10,7 +10,8 @@ import pytest
 from shared import load_stage, waiting
 from shared.bench import __main__ as program
 from shared.bench import waiting as bench
-from shared.bench.results import Report, load
+from shared.bench.results import Report
+from shared.measure.results import load
 
 
 def test_each_row_says_how_to_wait_and_none_is_said_twice() -> None:

@@ -106,15 +106,97 @@ def test_engine_knows_no_tensor(root: Path, line: str) -> None:
 )
 def test_stage_does_not_leave_its_folder(root: Path, line: str) -> None:
     (root / "stages/01_a/model_runner.py").write_text(line + "\n")
-    assert violations(root) == [
-        "stages/01_a/model_runner.py:1: a stage must not leave its own folder"
-    ]
+    problem = "stages/01_a/model_runner.py:1: a stage must not leave its own folder"
+    assert problem in violations(root)
 
 
 @pytest.mark.parametrize("line", ["import scheduler", "from scheduler import Scheduler"])
 def test_neighbours_are_named_relatively(root: Path, line: str) -> None:
     (root / "stages/01_a/model_runner.py").write_text(line + "\n")
     assert violations(root) == ["stages/01_a/model_runner.py:1: write .scheduler, not scheduler"]
+
+
+# A file with an import that breaks a rule, and what is said.
+BROKEN = {
+    "a stage imports a program": (
+        "stages/01_a/engine.py",
+        "from shared.measure.metrics import span",
+        "stages/01_a/engine.py:1: a stage must not import shared.measure.metrics",
+    ),
+    "a stage's __main__ imports more than the cli": (
+        "stages/01_a/__main__.py",
+        "from shared.programs.live import LiveAnswers",
+        "stages/01_a/__main__.py:1: a stage must not import shared.programs.live",
+    ),
+    "an engine reaches another room": (
+        "shared/engine/outputs.py",
+        "from shared.measure import metrics",
+        "01_a: an engine must not reach shared.measure.metrics",
+    ),
+    "a room imports a later one": (
+        "shared/models/loading.py",
+        "from shared.draw import palette",
+        "shared/models/loading.py:1: models must not import draw",
+    ),
+    "in a function, too": (
+        "shared/draw/palette.py",
+        "def f():\n    from shared.bench import run",
+        "shared/draw/palette.py:2: draw must not import bench",
+    ),
+    "a program imports another": (
+        "shared/demo/view.py",
+        "from shared.bench.run import run",
+        "shared/demo/view.py:1: demo must not import bench",
+    ),
+    "what stands beside the rooms imports one": (
+        "shared/__init__.py",
+        "from .measure import metrics",
+        "shared/__init__.py:1: shared must not import measure",
+    ),
+    "a room that is not in the list": (
+        "shared/attic/old.py",
+        "import math",
+        "shared/attic/old.py: attic is no room of the list",
+    ),
+    "a circle": (
+        "shared/measure/metrics.py",
+        "from .roofline import GPUS",
+        "shared/measure/metrics.py -> shared/measure/roofline.py -> shared/measure/metrics.py",
+    ),
+}
+HOUSE = {
+    "shared/bench/run.py": "from shared.draw.palette import LIGHT\n",
+    "shared/draw/palette.py": "from shared.measure import metrics\n",
+    "shared/engine/outputs.py": "import math\n",
+    "shared/measure/metrics.py": "from shared.engine.outputs import Request\n",
+    "shared/measure/roofline.py": "def f():\n    from . import metrics\n",
+    "shared/programs/live.py": "from shared.engine import outputs\n",
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_rooms_of_shared(root: Path, case: str) -> None:
+    for name, text in HOUSE.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    assert violations(root) == []
+    name, line, problem = BROKEN[case]
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(line + "\n")
+    assert problem in violations(root)
+
+
+def test_an_engine_has_few_modules(root: Path) -> None:
+    (root / "shared/engine").mkdir(exist_ok=True)
+    names = [f"m{i:02d}" for i in range(21)]
+    for i, name in enumerate(names):
+        following = names[i + 1 : i + 2]
+        text = f"from .{following[0]} import x\n" if following else "x = 1\n"
+        (root / f"shared/engine/{name}.py").write_text(text)
+    (root / "stages/01_a/engine.py").write_text("from shared.engine.m01 import x\n")
+    assert violations(root) == []
+    (root / "stages/01_a/engine.py").write_text("from shared.engine.m00 import x\n")
+    assert violations(root) == ["01_a: 21 modules of shared, at most 20"]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from shared.bench.results import load as load_results
-from shared.bench.results import place, short
+from shared.measure.results import load as load_results
+from shared.measure.machine import place
+from shared.measure.results import short
 from tools.site.sources import ROOT, DocsError
 from tools.site.svg import Canvas
 

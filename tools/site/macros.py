@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from shared.bench.results import short  # noqa: E402
+from shared.measure.results import short  # noqa: E402
 from tools.site import (  # noqa: E402
     bench as docs_bench,
     example as docs_example,

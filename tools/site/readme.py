@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a program, it finds its neighbours like the tests do
 
-from shared.bench.results import place, short  # noqa: E402
+from shared.measure.machine import place  # noqa: E402
+from shared.measure.results import short  # noqa: E402
 from tools.site.bench import FOLDER, load, pick  # noqa: E402
 
 MARKS = re.compile(r"(<!-- measured: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
