@@ -6,21 +6,21 @@ serves all tests that do not need another.
 
 from __future__ import annotations
 
-import functools
-import http.server
 import random
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.lab import drive, faults, invariants, page as lab_page, pyodide
+from tools.lab import drive, faults, invariants, pyodide, questions
+from tools.lab import page as lab_page
 from tools.lab.faults import FAULTS
 from tools.lab.presets import PRESETS
-from tools.site import example, lab as docs_lab, macros as docs_macros
+from tools.site import example
+from tools.site import lab as docs_lab
+from tools.site import macros as docs_macros
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -223,3 +223,119 @@ def test_slices_are_those_of_the_same_files_run_here(opened: Any) -> None:
         assert found == expected, setting
         hits += setting["stage"] > 2 and any(s[0][1] for s in expected)
     assert hits > 10 and len({setting["stage"] for setting in settings}) == 4
+
+
+def test_an_edited_schedule_changes_the_slices_and_restore_brings_them_back(sandbox: Any) -> None:
+    page = sandbox(PRESETS["example"])
+    before = shown(page)
+    assert max(n for step in before for _, _, n in step) == 256
+    page.click("summary:has-text('Change the code')")
+    area = page.locator(".lab__area")
+    source = area.input_value()
+    area.fill(source.replace("self.max_prefill_chunk_size, budget)", "50, budget)"))
+    runs = page.evaluate(RUNS)
+    page.click("[data-button=run]")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    assert max(n for step in shown(page) for _, _, n in step) == 50
+    assert "edited" in page.inner_text(".viewer__title >> nth=0")
+    # An error is shown at its line.
+    line = source[: source.index("slices: list[Slice] = []")].count("\n") + 1
+    area.fill(source.replace("slices: list[Slice] = []", "slices: list[Slice] = nothing"))
+    runs = page.evaluate(RUNS)
+    page.click("[data-button=run]")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    assert f"scheduler.py, line {line}: NameError" in page.inner_text(".lab__said")
+    assert page.inner_text(".lab__gutter .wrong") == str(line)
+    area.fill("def :")
+    runs = page.evaluate(RUNS)
+    page.click("[data-button=run]")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    assert "scheduler.py, line 1: SyntaxError" in page.inner_text(".lab__said")
+    runs = page.evaluate(RUNS)
+    page.click("[data-button=restore]")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    assert shown(page) == before and area.input_value() == source
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_a_planted_fault_is_told_with_the_chapters_sentence(sandbox: Any, number: int) -> None:
+    fault = FAULTS[number - 1]
+    page = sandbox(fault.setting)
+    assert page.locator(".lab__broken").count() == 0 and page.locator(".lab__fine").count() == 1
+    page.evaluate("file => document.querySelector('[data-lab]').lab.editor.open(file)", fault.file)
+    page.eval_on_selector("details:has(.lab__area)", "details => { details.open = true; }")
+    area = page.locator(".lab__area")
+    area.fill(area.input_value().replace(fault.old, fault.new))
+    runs = page.evaluate(RUNS)
+    page.click("[data-button=run]")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    said = page.inner_text(f"[data-invariant={fault.invariant}]")
+    assert str(invariants.sentences()[fault.invariant]["holds"]).replace("`", "") in said
+    runs = page.evaluate(RUNS)
+    page.click("[data-button=restore]")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    assert page.locator(".lab__broken").count() == 0
+
+
+def test_a_setting_goes_through_the_address_and_back(opened: Any) -> None:
+    rng = random.Random(7)
+    settings = [random_setting(rng) for _ in range(20)]
+    settings[3]["requests"][0] |= {"abort": 9, "id": "document 2"}
+    for setting in settings:
+        setting["options"] = {k: v for k, v in setting["options"].items() if v is not None}
+    for one, other in zip(settings, settings[1:], strict=False):
+        pair = [one, {**other, "requests": one["requests"]}]
+        there = opened.evaluate(
+            "pair => miniVllmSandbox.decode(miniVllmSandbox.encode(pair))", pair
+        )
+        assert there == pair
+    for wrong in ("", "s=4", "s=9&n=4&k=4&r=A.0.5..5.", "s=4&n=4&k=4&r=A.0.0..5."):
+        assert opened.evaluate("text => miniVllmSandbox.decode(text)", wrong) is None
+
+
+def test_arrow_keys_move_a_request_and_the_address_follows(sandbox: Any) -> None:
+    page = sandbox(PRESETS["tiny"])
+    before, runs = shown(page), page.evaluate(RUNS)
+    page.focus(".lab__timeline .request >> nth=3")
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_function(f"{RUNS} !== '{runs}'")
+    page.wait_for_function("location.hash.includes('D.7.40')")
+    assert shown(page) != before
+
+
+@pytest.mark.parametrize("chapter", questions.CHAPTERS)
+def test_questions_know_their_answers_and_every_usual_mistake(chapter: int) -> None:
+    def typed(answer: list[Any]) -> str:
+        return ", ".join(" ".join(map(str, a)) if isinstance(a, list) else str(a) for a in answer)
+
+    assert len(questions.CHAPTERS[chapter]) >= 5
+    reasons = set()
+    for kind in range(len(questions.CHAPTERS[chapter])):
+        asked = [lab_page.ask(chapter, kind, seed) for seed in range(6)]
+        assert len({one["ask"] for one in asked}) > 1, "no new numbers"
+        for one in asked:
+            assert questions.judge(one, typed(one["right"]))["right"], one
+            for wrong, _ in one["mistakes"]:
+                verdict = questions.judge(one, typed(wrong)) if wrong else {"right": None}
+                assert not verdict["right"], one
+                reasons.add(verdict.get("why"))
+            assert questions.judge(one, "")["right"] is None
+    assert len(reasons) > 10
+
+
+def test_the_sandbox_asks_and_then_shows(sandbox: Any) -> None:
+    page = sandbox(PRESETS["example"])
+    page.locator("input[type=range]").fill("11")
+    page.click("[data-ask=slices]")
+    page.wait_for_selector(".lab__predict [data-state=asked]")
+    place = page.locator(".lab__predict input")
+    place.fill("document 256")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".lab__verdict.wrong")
+    assert "The streams decode in this step as well" in page.inner_text(".lab__verdict")
+    place.fill("A 1, B 1, C 1, D 1, doc 256")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".lab__verdict.right")
+    assert page.get_attribute(".viewer__step", "data-step") == "12"
+    assert "0 of 1" in page.inner_text(".lab__predict >> css=.lab__hint >> nth=1")

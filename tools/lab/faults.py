@@ -175,8 +175,8 @@ FAULTS = (
     ),
     Fault(
         file="model_runner.py",
-        old="(s.num_tokens, s.end_pos) for s in slices",
-        new="(s.num_tokens, s.sequence.num_tokens) for s in slices",
+        old="context_lens.append(s.end_pos)\n",
+        new="context_lens.append(s.sequence.num_tokens)\n",
         invariant="past",
         symptom="Chats are fine. The answers about documents are noise, except for those that fit "
         "into one chunk.",

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tools.lab import drive, faults
+from tools.lab import drive, faults, questions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,8 +68,33 @@ def diagnose(number: int, invariant: str, file: str, line: int) -> dict[str, Any
     return answer
 
 
+def ask(chapter: int, kind: int, seed: int) -> dict[str, Any]:
+    """A question of a chapter."""
+    return questions.ask(chapter, kind, seed, files)
+
+
+def ask_about(
+    setting: Mapping[str, Any], index: int, what: str, seed: int
+) -> dict[str, Any] | None:
+    """A question about a step of the sandbox's run; None if there is nothing to ask."""
+    sources = files(setting["stage"])
+    steps = questions.history(setting, sources)
+    if not steps:
+        return None
+    index = min(index, len(steps) - 1)
+    if what == "victim":
+        chosen = [i for i, s in enumerate(steps) if s["preempted"] and i >= index]
+        index = next(iter(chosen), -1)
+        return None if index < 0 else {**questions.victim(setting, sources, index), "step": index}
+    if what == "where":
+        rng = questions.Random(seed)
+        return {**questions.where(setting, sources, index, rng), "step": index}
+    return {**questions.next_slices(setting, sources, index), "step": index}
+
+
 CALLS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (files, run, slices, fault, diagnose)
+    function.__name__: function
+    for function in (files, run, slices, fault, diagnose, ask, ask_about, questions.judge)
 }
 
 

@@ -8,12 +8,13 @@ from functools import cache
 from html import escape
 from typing import Any
 
-from tools.lab import drive, invariants, pyodide
+from tools.lab import drive, invariants, pyodide, questions
 from tools.lab.faults import FAULTS
 from tools.lab.presets import PRESETS
 from tools.site.sources import ROOT
 
 FOLDER = "assets/lab"
+KINDS = {chapter: len(kinds) for chapter, kinds in questions.CHAPTERS.items()}
 EMPTY = ("shared/__init__.py", "shared/engine/__init__.py", "tools/__init__.py")
 COURSE = (
     "shared/engine/checks.py",
@@ -21,6 +22,7 @@ COURSE = (
     "tools/lab/drive.py",
     "tools/lab/faults.py",
     "tools/lab/page.py",
+    "tools/lab/questions.py",
 )
 
 
@@ -36,7 +38,12 @@ def course() -> dict[str, Any]:
     sources = {name: (last / name).read_text(encoding="utf-8") for name in drive.FILES}
     for fault in FAULTS:
         fault.plant(sources)
-    return {"files": files, "invariants": invariants.sentences(), "presets": PRESETS}
+    return {
+        "files": files,
+        "invariants": invariants.sentences(),
+        "presets": PRESETS,
+        "kinds": KINDS,
+    }
 
 
 @cache
