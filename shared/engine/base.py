@@ -167,7 +167,6 @@ class EngineBase:
             )
             sequences.append(copy.deepcopy(sequence))
             sequences[-1].request_id = requests[-1].request_id
-        request.params = params.completion(0)
         group, most = self._opening.get(request_id, ([], None))
         by_id = {r.request_id: r for r in requests}
         with self._ids_lock:

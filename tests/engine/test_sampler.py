@@ -545,3 +545,12 @@ def test_a_token_that_is_alone_wins_whatever_the_noise(monkeypatch):
     logits = torch.full((1, VOCAB_SIZE), -math.inf)
     logits[0, 20] = 0.0
     assert sample_one(logits[0], make_request()) == 20
+
+
+def test_logit_bias_is_added_to_the_logit():
+    """2 beats 1 by 1; a bias of 0.9 is too little for the other, and 1.1 is enough."""
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    for bias, token_id in ((0.9, 0), (1.1, 1)):
+        request = make_request(temperature=0, logit_bias={1: bias})
+        assert Sampler().sample(logits, [request])[0].token_id == token_id
+    assert logits.tolist() == [[2.0, 1.0, 0.0]], "the caller's logits have changed"
