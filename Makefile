@@ -37,8 +37,8 @@ start-usage: # what is missing is told before anything is installed
 	@test -n "$(STAGE)" && test -n "$(DIR)" || \
 		{ echo "usage: make start STAGE=04 DIR=my_stage" >&2; exit 2; }
 
-start: start-usage $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage)
-	@$(PY) -m tools.setup.start "$(STAGE)" "$(DIR)"
+start: start-usage $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage); FAULT=3: a broken engine
+	@$(PY) -m tools.setup.start "$(STAGE)" "$(DIR)" $(FAULT)
 
 test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
 	@$(PY) -m pytest --cov $(ARGS)

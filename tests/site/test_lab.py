@@ -6,8 +6,11 @@ serves all tests that do not need another.
 
 from __future__ import annotations
 
+import functools
+import http.server
 import random
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +166,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(content, encoding="utf-8")
     element = docs_lab.element("sandbox", words["lab"], open="yes")
     (folder / "lab.html").write_text(PAGE.format(element), encoding="utf-8")
+    for kind, data in {"ward": {"open": "yes"}, "questions": {"chapter": "4"}}.items():
+        element = docs_lab.element(kind, words["lab"], **data)
+        (folder / f"{kind}.html").write_text(PAGE.format(element), encoding="utf-8")
     return folder
 
 
@@ -339,3 +345,60 @@ def test_the_sandbox_asks_and_then_shows(sandbox: Any) -> None:
     page.wait_for_selector(".lab__verdict.right")
     assert page.get_attribute(".viewer__step", "data-step") == "12"
     assert "0 of 1" in page.inner_text(".lab__predict >> css=.lab__hint >> nth=1")
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The same pages from a server."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_ward_from_a_server_all_eight_solved(browser: Any, address: str) -> None:
+    """Wrong invariant, wrong line, then right: each is told, and why."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{address}/ward.html")
+    for number, fault in enumerate(FAULTS, 1):
+        page.click(f"[data-case='{number}']")
+        page.wait_for_selector(f"[data-lab][data-case='{number}'][data-state=ready]")
+        assert page.locator(".viewer__title").count() == 2
+        first, _ = fault.line(lab_page.files(4))
+        form = page.locator(".lab__diagnosis")
+        form.locator("select >> nth=1").select_option(fault.file)
+        for key, line, verdict in [
+            ("full", first, "false:true"),
+            (fault.invariant, first + 9, "true:false"),
+            (fault.invariant, first, "true:true"),
+        ]:
+            form.locator("select >> nth=0").select_option(key)
+            form.locator("input").fill(str(line))
+            form.locator("button").click()
+            page.wait_for_selector(f"[data-verdict='{number}:{verdict}']")
+        assert fault.why in page.inner_text(".lab__findings")
+        assert "✓" in page.inner_text(f"[data-case='{number}']")
+    page.close()
+
+
+def test_a_chapters_questions_load_nothing_before_they_are_opened(browser: Any, site: Path) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.split("/assets/")[-1]))
+    page.goto((site / "questions.html").as_uri())
+    page.wait_for_timeout(100)
+    before = [name for name in asked if name.startswith("lab/")]
+    assert before == ["lab/loader.js"]
+    page.click(".lab > button")
+    page.wait_for_selector(".lab__predict[data-state=asked]")
+    page.click("[data-button=give]")
+    page.wait_for_selector(".lab__predict[data-state=given]")
+    page.click("[data-button=next]")
+    page.wait_for_selector("[data-kind='1'] .lab__predict[data-state=asked]")
+    kept = page.evaluate("JSON.parse(localStorage.getItem('mini-vllm-score'))")
+    assert kept["4"] == [0, 1]
+    page.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.lab.faults import FAULTS
 from tools.setup.start import ROOT, TAKEN_OUT, StartError, main, start
 
 STAGES = sorted((ROOT / "stages").glob("[0-9][0-9]_*"))
@@ -52,6 +53,19 @@ def test_a_fresh_copy_can_be_imported_from_anywhere(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=os.environ | paths, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", range(1, len(FAULTS) + 1))
+def test_a_fault_is_planted_in_a_copy_of_stage_04(tmp_path: Path, number: int) -> None:
+    target = tmp_path / "patient"
+    assert main(["04", str(target), str(number)]) == 0
+    changed = [
+        p.name for p in target.iterdir() if p.read_bytes() != (STAGES[3] / p.name).read_bytes()
+    ]
+    assert changed == [FAULTS[number - 1].file]
+    compile((target / changed[0]).read_text(encoding="utf-8"), changed[0], "exec")
+    assert number < len(FAULTS) or main(["04", str(tmp_path / "other"), str(number + 1)]) == 2
+    assert number < len(FAULTS) or main(["03", str(tmp_path / "other"), str(number)]) == 2
 
 
 def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

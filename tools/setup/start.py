@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a program, it finds its neighbours like the tests do
 
 from shared.programs.program import finish  # noqa: E402
+from tools.lab.faults import FAULTS  # noqa: E402
 
 # Functions whose bodies the reader writes: docstrings and comments stay.
 TAKEN_OUT: dict[str, dict[str, tuple[str, ...]]] = {
@@ -45,15 +46,16 @@ class StartError(ValueError):
     """The stage or the folder cannot be used."""
 
 
-def start(root: Path, stage: str, target: Path) -> list[str]:
+def start(root: Path, stage: str, target: Path, fault: int | None = None) -> list[str]:
     """Make `target`; return what is in it, a line each.
 
     Args:
         root: of the repository.
         stage: number of the stage that the reader will build, with or without the zero.
+        fault: number of a fault of `tools.lab.faults`: all of stage 04, with that one planted.
 
     Raises:
-        StartError: there is no such stage, or something is at `target` already.
+        StartError: there is no such stage or fault, or something is at `target` already.
     """
     # 1. Everything is asked before anything is written.
     stages = {path.name[:2]: path for path in sorted((root / "stages").glob("[0-9][0-9]_*"))}
@@ -67,12 +69,31 @@ def start(root: Path, stage: str, target: Path) -> list[str]:
     if (root / "stages") in target.resolve().parents:
         raise StartError(f"{target} is inside of stages/, which is the course's own; take another")
 
+    if fault is not None and (number != "04" or not 1 <= fault <= len(FAULTS)):
+        raise StartError(
+            f"FAULT must be from 1 to {len(FAULTS)} with STAGE=04, got {fault} with {stage!r}"
+        )
+
     new = stages[number]
     try:
+        if fault is not None:
+            return plant(target, new, fault)
         return fill(target, stages.get(f"{int(number) - 1:02d}", new), new)
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)  # nobody is left with half a folder
         raise
+
+
+def plant(target: Path, stage: Path, number: int) -> list[str]:
+    """Put the whole of `stage` into `target`, with a fault in it; return what that is."""
+    shutil.copytree(stage, target, ignore=shutil.ignore_patterns("test_*.py", "__pycache__"))
+    fault = FAULTS[number - 1]
+    path = target / fault.file
+    files = fault.plant({fault.file: path.read_text(encoding="utf-8")})
+    path.write_text(files[fault.file], encoding="utf-8")
+    return [
+        f"the files of stages/{stage.name}, with fault {number} in one of them: {fault.symptom}"
+    ]
 
 
 def fill(target: Path, before: Path, new: Path) -> list[str]:
@@ -123,21 +144,26 @@ def take_out(path: Path, functions: Sequence[str], number: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The program. Returns the exit code: 0, 1 if it failed, 2 if it was called wrongly."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if len(arguments) != 2 or not arguments[0]:
-        print("usage: make start STAGE=04 DIR=my_stage", file=sys.stderr)
+    numbered = len(arguments) == 3 and arguments[2].isdecimal()
+    if not (len(arguments) == 2 or numbered) or not arguments[0]:
+        print("usage: make start STAGE=04 DIR=my_stage [FAULT=1]", file=sys.stderr)
         return 2
-    return finish(lambda: tell(arguments[0], Path(arguments[1])), usage_errors=StartError)
+    fault = int(arguments[2]) if numbered else None
+    return finish(lambda: tell(arguments[0], Path(arguments[1]), fault), usage_errors=StartError)
 
 
-def tell(stage: str, folder: Path) -> int:
+def tell(stage: str, folder: Path, fault: int | None = None) -> int:
     """Make the folder and say what is in it; returns 0."""
-    said = start(ROOT, stage, folder)
+    said = start(ROOT, stage, folder, fault)
     number = stage.strip().zfill(2)
     [target] = (ROOT / "stages").glob(f"{number}_*")
     print(f"{folder} has")
     for line in said:
         print(f"  {line}")
-    print("The exercise of the chapter says what to do first. Your tests:")
+    if fault is None:
+        print("The exercise of the chapter says what to do first. Your tests:")
+    else:
+        print("Find out which invariant is broken, and by which line. The tests:")
     print(
         f"  .venv/bin/python -m pytest stages/{target.name} --engine {shlex.quote(str(folder))} -x"
     )

@@ -43,6 +43,7 @@ def course() -> dict[str, Any]:
         "invariants": invariants.sentences(),
         "presets": PRESETS,
         "kinds": KINDS,
+        "faults": len(FAULTS),
     }
 
 
