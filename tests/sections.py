@@ -12,7 +12,7 @@ BLOCKS = "1-block-manager"
 PAGED = "2-paged-attention"
 PREFIX = "3-prefix-cache"
 CHUNKS = "4-chunked-prefill"
-HOLDS = "What must hold, and what breaks if it does not"
+HOLDS = "The rules, and what breaks without them"
 
 # Tests in the files of a stage.
 OF_A_FILE = {

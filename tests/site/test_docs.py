@@ -361,7 +361,7 @@ def test_navigation_names_every_page() -> None:
 
 
 PARTS = (
-    *("The problem", "The idea", "The data structure", "The diff", "What must hold"),
+    *("The problem", "The idea", "The data structure", "The diff", "The rules"),
     *("Run it", "Measured", "How vLLM and SGLang do it", "Check yourself"),
 )
 
@@ -411,6 +411,28 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
         "sub/a.html: ../gone.html leads nowhere",
         "sub/a.html: ../index.html#gone: there is no such place on the page",
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "swallowed"),
+    [
+        ("    254. Six tokens.", ["254. Six tokens."]),
+        ("    16.", ["16."]),
+        ("\n    - One.", ["- One."]),
+        ("    254 tokens. Six of them.", []),
+        ("    2.5 blocks.", []),
+        ("    -3 is no token id.", []),
+        ("    Two kinds:\n\n    1. one\n    2. two", []),
+    ],
+)
+def test_an_answer_that_begins_with_a_list_is_found(answer: str, swallowed: list[str]) -> None:
+    page = f'''Text.\n\n1. a list\n\n??? question "How many?"\n{answer}\n\nMore.\n'''
+    assert docs_hooks.swallowed_answers(page) == swallowed
+
+
+def test_no_answer_of_the_chapters_is_swallowed() -> None:
+    for path in PAGES:
+        assert docs_hooks.swallowed_answers(path.read_text()) == [], path.name
 
 
 def test_a_notebook_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

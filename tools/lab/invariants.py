@@ -1,6 +1,6 @@
 """What the lab checks after every step, in the words of the chapters.
 
-Each invariant is a row of a chapter's table "What must hold" (or a line of its list). It is found
+Each invariant is a row of a chapter's table "The rules" (or a line of its list). It is found
 by the words with which it begins, so a page says what the chapter says; a row that is gone is an
 error.
 """
@@ -40,7 +40,7 @@ ROWS = {
 
 def _cells(text: str) -> Iterable[tuple[str, str]]:
     """(invariant, what breaks) of a chapter's section."""
-    found = re.search(r"^## What must hold.*?(?=^## )", text, re.M | re.S)
+    found = re.search(r"^## The rules.*?(?=^## )", text, re.M | re.S)
     section = found.group() if found else ""
     for line in re.sub(r"\n {2,}", " ", section).splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
@@ -58,7 +58,7 @@ def sentences() -> dict[str, dict[str, str | int]]:
         rows = [row for row in _cells(path.read_text(encoding="utf-8")) if words in row[0]]
         if len(rows) != 1:
             raise ValueError(f"{path.name} has {len(rows)} rows with {words!r}, expected one")
-        anchor = "what-must-hold" + ("-and-what-breaks-if-it-does-not" if chapter else "")
+        anchor = "the-rules" + ("-and-what-breaks-without-them" if chapter else "")
         page = f"chapters/{path.stem}.html#{anchor}"
         found[key] = {"chapter": chapter, "page": page, "holds": rows[0][0], "if": rows[0][1]}
     return found

@@ -114,6 +114,29 @@ def on_files(files: Any, config: Any) -> Any:
 on_files.mkdocs_priority = -100  # type: ignore[attr-defined]
 
 
+# --- folded answers ----------------------------------------------------------------------------
+
+ANSWER = re.compile(r"^\?\?\?\+? question .*\n(?:[ \t]*\n)* {4,}((?:\d+\.|[-*+])(?:[ \t].*)?$)", re.M)
+
+
+def swallowed_answers(markdown: str) -> list[str]:
+    """The first lines of folded answers that begin with a list.
+
+    Markdown takes "254. Six tokens ..." for a list and shows its first item as "1.".
+    """
+    return ANSWER.findall(markdown)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """End the build when an answer would lose its number."""
+    swallowed = swallowed_answers(markdown)
+    if swallowed:
+        error = importlib.import_module("mkdocs.exceptions").PluginError
+        lines = [f"{page.file.src_uri}: an answer begins with a list: {s!r}" for s in swallowed]
+        raise error("\n".join(lines))
+    return markdown
+
+
 # --- the finished site ------------------------------------------------------------------------
 
 RESOURCES = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
