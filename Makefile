@@ -4,6 +4,8 @@
 PY := .venv/bin/python
 # A stamp knows which build of torch it was made with, so that a new GPU or driver sets up anew.
 STAMP := .venv/.installed-$(shell tools/setup/venv.sh build)-
+# The tests of a file stay together, because they share what they set up.
+PARALLEL := -n auto --dist loadfile
 
 # Two targets may need to install into the same .venv, so they take turns, also under `make -j`.
 .NOTPARALLEL:
@@ -41,10 +43,10 @@ start: start-usage $(STAMP)test ## a folder of your own to build a stage in (STA
 	@$(PY) -m tools.setup.start "$(STAGE)" "$(DIR)" $(FAULT)
 
 test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
-	@$(PY) -m pytest --cov $(ARGS)
+	@$(PY) -m pytest --cov $(PARALLEL) $(ARGS)
 
 fast-test: $(STAMP)test ## the tests that need neither much time nor the model's weights
-	@$(PY) -m pytest -m "not slow and not model" $(ARGS)
+	@$(PY) -m pytest -m "not slow and not model" $(PARALLEL) $(ARGS)
 
 bench: $(STAMP)base ## ladder, stall and their pictures in small, measured on this machine (ARGS="stall")
 	@$(PY) -m shared.bench $(or $(ARGS),quick)

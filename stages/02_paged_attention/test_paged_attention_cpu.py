@@ -36,7 +36,13 @@ def kernels(stage: ModuleType) -> ModuleType:
     return importlib.import_module(f"{stage.__name__}.paged_attention_cpu")
 
 
-@pytest.mark.parametrize("case", GRID, ids=str)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`test_k3_decode` takes each pair of values, and with --long every combination."""
+    if metafunc.function is test_k3_decode:
+        cases = GRID if metafunc.config.getoption("--long") else pairwise(GRID)
+        metafunc.parametrize("case", cases, ids=str)
+
+
 def test_k3_decode(kernels: ModuleType, case: Case) -> None:
     check_decode(kernels, case)
 
