@@ -34,8 +34,8 @@ WRONG = {
     ),
     "positions restart at 0": (
         "model_runner.py",
-        "for s in slices for pos in range(s.start_pos, s.end_pos)",
-        "for s in slices for pos in range(s.num_tokens)",
+        "position_ids += range(s.start_pos, s.end_pos)",
+        "position_ids += range(s.num_tokens)",
         "C3",
         (
             "step 1: 'a' 4..8: the positions of this chunk",
