@@ -40,7 +40,9 @@ EXTERNAL_NAMES = set(
     """
     generate transformers torch numba triton exp rope make diff git pip import venv safetensors
     AttentionInterface scaled_dot_product_attention is_causal position_ids logits_to_keep SDPA
-    EngineCore EngineCore.step execute_model update_from_output Scheduler.add_request Request
+    EngineCore EngineCore.step EngineCore.step_with_batch_queue step_with_batch_queue
+    prepare_inputs compute_slot_mappings UnifiedRadixCache UnifiedRadixCache.match_prefix
+    VLLM_USE_V2_MODEL_RUNNER=0 num_cached_tokens context_len execute_model update_from_output Scheduler.add_request Request
     RequestStatus num_computed_tokens num_tokens_with_spec SchedulerOutput KVCacheManager BlockPool
     BlockPool.get_new_blocks KVCacheManager.allocate_slots allocate_slots touch free_blocks
     get_computed_blocks cache_full_blocks hash_block_tokens FreeKVCacheBlockQueue _prepare_inputs
@@ -220,7 +222,7 @@ def problem(span: str) -> str | None:
 
 
 EXTERNAL_OPTIONS = {"--enable-mixed-chunk", "--max-num-batched-tokens"}
-EXTERNAL_MODULES = ("sglang.bench_serving",)
+EXTERNAL_MODULES = ("sglang.benchmark.serving",)
 
 
 def module(name: str) -> bool:
