@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from shared.bench import stall
 from shared.engine.outputs import RequestMetrics, RequestOutput
 from shared.engine.trace import StepRecord
 from shared.measure import metrics
 from shared.measure.metrics import MEASURES
+from shared.measure.runner import Run
 
 
 def output(
@@ -68,6 +71,11 @@ def test_latency_counts_each_gap_once_and_each_request_once() -> None:
     assert values["ttft_p50"] == pytest.approx(750)
     assert values["ttft_max"] == pytest.approx(1000)
     assert values["tpot_p50"] == pytest.approx(200)
+
+
+def test_the_span_begins_with_the_first_arrival_wherever_it_is_listed() -> None:
+    first, last = output("first", 1.0, [3.0, 4.0]), output("last", 2.0, [2.5, 6.0])
+    assert metrics.span([last, first]) == metrics.span([first, last]) == 5.0
 
 
 def test_latency_of_a_single_token_has_no_gap() -> None:
@@ -194,3 +202,16 @@ def test_every_measure_says_how_it_is_computed() -> None:
     for measure in MEASURES.values():
         assert measure.formula and measure.title and measure.unit
         assert measure.better in ("lower", "higher")
+
+
+def test_the_numbers_of_a_stall_by_hand() -> None:
+    """The stream's gaps before: 1 s; during the prefill from 10 to 40: ten of 1, one of 20 s."""
+    times = [float(t) for t in range(1, 21)] + [40.0]
+    result = Run([output("chat", 0.5, times), output("long", 10.5, [39.0, 39.5])])
+    values = stall.measure(result, target_ms=1000.0)
+    assert values["gap_max"] == pytest.approx(20_000)
+    assert values["gap_usual"] == pytest.approx(1000)
+    assert values["stall_ratio"] == pytest.approx(20)
+    assert values["long_ttft"] == pytest.approx(28_500)
+    assert values["gap_p99"] == pytest.approx(np.percentile([1000.0] * 10 + [20_000.0], 99))
+    assert values["over_target"] == pytest.approx(values["gap_p99"] / 1000)

@@ -104,8 +104,12 @@ def test_stage_alone_is_only_measured(stages: tuple[Path, Path]) -> None:
         ("xabcx", "xx", 3),
     ],
 )
-def test_changed_lines_is_the_smallest_number(old: str, new: str, expected: int) -> None:
-    assert changed_lines(list(old), list(new)) == expected
+def test_changed_lines_is_the_smallest_number(
+    tmp_path: Path, old: str, new: str, expected: int
+) -> None:
+    for name, lines in (("old", old), ("new", new)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    assert changed_lines(tmp_path / "old", tmp_path / "new") == expected
 
 
 def test_docstring_of_several_lines_is_taken_out() -> None:

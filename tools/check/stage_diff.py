@@ -10,6 +10,7 @@ Run as a program it prints a table and the broken rules, and exits with 1 if the
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,23 +66,11 @@ def max_lines(stage: str) -> int:
     return MAX_LAST_STAGE_LINES if stage.startswith(LAST_STAGE) else MAX_STAGE_LINES
 
 
-def changed_lines(old: Sequence[str], new: Sequence[str]) -> int:
-    """Lines removed plus lines added by a smallest possible diff."""
-    start = 0
-    while start < min(len(old), len(new)) and old[start] == new[start]:
-        start += 1
-    old, new = old[start:], new[start:]
-    while old and new and old[-1] == new[-1]:
-        old, new = old[:-1], new[:-1]
-    # Length of the longest common subsequence, one row of the table at a time.
-    row = [0] * (len(new) + 1)
-    for line in old:
-        diagonal = 0
-        for j, other in enumerate(new, 1):
-            above = row[j]
-            row[j] = diagonal + 1 if line == other else max(above, row[j - 1])
-            diagonal = above
-    return len(old) + len(new) - 2 * row[-1]
+def changed_lines(old: Path, new: Path) -> int:
+    """Lines removed plus lines added by a smallest possible diff of two files."""
+    command = ["git", "diff", "--no-index", "--minimal", "--numstat", "--", str(old), str(new)]
+    printed = subprocess.run(command, capture_output=True, text=True).stdout
+    return sum(map(int, printed.split()[:2]))  # nothing is printed if they are equal
 
 
 def without_docstring(source: str) -> str:
@@ -140,7 +129,7 @@ def compare(before: Path, stage: Path, rule: Rule) -> Report:
         old, new = old_files[name], new_files[name]
         if old == new:
             continue
-        report.by_file[name] = changed_lines(old.splitlines(), new.splitlines())
+        report.by_file[name] = changed_lines(before / name, stage / name)
         if name in DOCSTRING_ONLY:
             if without_docstring(old) != without_docstring(new):
                 report.problems.append(
