@@ -1,15 +1,16 @@
 """Decode steps recorded as CUDA graphs, so that a step costs one launch instead of hundreds.
 
-A decode step of a small model is over sooner on the GPU than Python can launch its kernels. A
-graph records the launches once and replays them, always with the same tensors: the inputs of a
-step are copied into them first. Graphs exist for a ladder of batch sizes; a batch takes the next
-larger one, with rows of padding that write nowhere and attend to nothing.
+The GPU finishes a decode step of a small model sooner than Python can launch its kernels. A graph
+records the launches once and replays them, always with the same tensors: the inputs of a step are
+copied into them first. There are graphs for a ladder of batch sizes. A batch takes the next larger
+one, with rows of padding that write nothing and attend to nothing.
 
 Knows the model's inputs, not sequences.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
@@ -24,6 +25,7 @@ from .config import EngineConfig
 from .kv_cache import KVCache
 
 Forward = Callable[[dict[str, Any]], Tensor]
+logger = logging.getLogger(__name__)
 
 
 def record_cuda_graph(forward: Forward, inputs: dict[str, Any], pool: Any) -> Callable[[], Tensor]:
@@ -132,3 +134,20 @@ class DecodeGraphs:
         self.rows[2, n:size] = -1
         self.context_lens[n:size] = 0
         return self.replays[size]()[:n]
+
+
+def record_graphs(
+    forward: Forward, config: EngineConfig, kv_cache: KVCache, kernels: ModuleType
+) -> DecodeGraphs | None:
+    """Graphs of the decode step, or None: not wanted, not possible, or recording failed.
+
+    A model may do in its forward what cannot be recorded, such as waiting for the device, and the
+    memory may not suffice. Then a warning says so, and every step launches its kernels one by one.
+    """
+    if config.enforce_eager or not getattr(kernels, "CUDA_GRAPHS", False):
+        return None
+    try:
+        return DecodeGraphs(forward, config, kv_cache, kernels, record_cuda_graph)
+    except RuntimeError as error:
+        logger.warning("decode steps run without CUDA graphs: %s", str(error).partition("\n")[0])
+        return None

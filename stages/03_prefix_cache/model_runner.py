@@ -16,7 +16,7 @@ from shared.models import attention_set_to, inspect_model
 from .attention import IMPLEMENTATION, AttentionMetadata
 from .block_manager import slot_mapping
 from .config import EngineConfig
-from .cuda_graph import DecodeGraphs
+from .cuda_graph import DecodeGraphs, record_graphs
 from .kv_cache import KVCache
 from .scheduler import ScheduledBatch, Slice
 from .sequence import Sequence
@@ -38,8 +38,7 @@ class ModelRunner:
         num_blocks = choose_num_blocks(self.shape, self.config, self._profile)
         self.config = dataclasses.replace(self.config, num_blocks=num_blocks)
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
-        if getattr(self.kernels, "CUDA_GRAPHS", False) and not config.enforce_eager:
-            self.graphs = DecodeGraphs(self._forward, self.config, self.kv_cache, self.kernels)
+        self.graphs = record_graphs(self._forward, self.config, self.kv_cache, self.kernels)
 
     def _profile(self) -> None:
         """Run the largest forward that can come, with a cache just for it."""

@@ -4,13 +4,13 @@ Knows tensors, block tables and slots. Does not know sequences, models, or who o
 
 One layer's K (and likewise its V) is a pool of blocks `[num_blocks, block_size, num_kv_heads,
 head_dim]`. Token `t` of a sequence lies in block `block_table[t // block_size]` at offset
-`t % block_size`. `paged_attention_cpu.py` has the same algorithm as plain loops, and derives the
-online softmax. Read that first.
+`t % block_size`. `paged_attention_plain.py` has the same algorithm in its plainest form and derives
+the online softmax. Read that first.
 
-Three rules hold in every kernel. What lies behind the end of a context is not loaded, rather than
-loaded and weighed with 0: it may be NaN, and 0 * NaN is NaN. Offsets into a pool are 64-bit: it may
-have more than 2**31 elements. The grid depends on shapes and Python numbers alone, so that a CUDA
-graph can record the launch; a program that finds nothing to do on the device returns.
+Three rules hold in every kernel. Slots past the end of a context are not loaded. (Loading them with
+a weight of 0 would not do: they may hold NaN, and 0 * NaN is NaN.) Offsets into a pool are 64-bit,
+since it may have more than 2**31 elements. The grid depends on shapes and Python numbers only, so
+that a CUDA graph can record the launch; a program that finds nothing to do returns.
 """
 
 import functools
@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+CUDA_GRAPHS = True  # no function here waits for the device, so its launches can be recorded
 LOG2E = 1.4426950408889634  # e**x = 2**(x * LOG2E); the hardware computes 2**x
 MIN_SPLIT_LEN = 128  # tokens; a shorter split does not earn its part of the merge
 MAX_SPLITS = 64

@@ -49,13 +49,44 @@ def test_the_inputs_of_each_step(tiny: Any, number: int) -> None:
 def test_graphs_are_recorded_unless_told_otherwise(
     tiny: Any, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the kernels' own word for it: Triton's can be recorded, the others cannot."""
+    pytest.importorskip("triton")
     stage = load_stage(number)
-    kernels = importlib.import_module(f"{stage.__name__}.paged_attention_gather")
-    monkeypatch.setattr(kernels, "CUDA_GRAPHS", True, raising=False)
-    monkeypatch.setattr(stage.model_runner, "DecodeGraphs", lambda *_: "graphs")
-    options = {"num_blocks": 8, "attention_backend": "gather"}
-    assert stage.LLMEngine(tiny, **options).model_runner.graphs == "graphs"
+    triton = importlib.import_module(f"{stage.__name__}.paged_attention_triton")
+    cuda_graph = importlib.import_module(f"{stage.__name__}.cuda_graph")
+    recorded: list[int] = []
+
+    def record(forward: Any, inputs: dict[str, Any], pool: Any) -> Any:
+        recorded.append(inputs["input_ids"].shape[1])
+
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record)
+    options = {"num_blocks": 8, "max_num_seqs": 4, "attention_backend": "gather"}
+    assert stage.LLMEngine(tiny, **options).model_runner.graphs is None
+    monkeypatch.setattr(stage.model_runner, "load_kernels", lambda *_: triton)
     assert stage.LLMEngine(tiny, enforce_eager=True, **options).model_runner.graphs is None
+    assert recorded == []
+    assert stage.LLMEngine(tiny, **options).model_runner.graphs is not None
+    assert recorded == [4, 2, 1]
+
+
+def test_an_engine_goes_on_without_graphs_that_cannot_be_recorded(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = load_stage(4)
+    cuda_graph = importlib.import_module(f"{stage.__name__}.cuda_graph")
+    gather = importlib.import_module(f"{stage.__name__}.paged_attention_gather")
+
+    def record(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(cuda_graph, "record_cuda_graph", record)
+    monkeypatch.setattr(gather, "CUDA_GRAPHS", True, raising=False)
+    engine = stage.LLMEngine(tiny, num_blocks=8, attention_backend="gather")
+    assert engine.model_runner.graphs is None
+    assert "without CUDA graphs: operation not permitted" in caplog.text
+    assert "and more" not in caplog.text
+    [output] = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output.finish_reason in ("length", "stop")
 
 
 def test_the_default_chunks_are_those_that_the_options_tell() -> None:
