@@ -250,7 +250,8 @@ class EngineBase:
         outputs.append(output)
 
     def _fail(self, batch: Any) -> None:
-        """End all requests of a batch that could not be computed."""
+        """End all requests of a batch that could not be computed, which leaves no record."""
+        self._totals["preemptions"] += len(batch.preempted)
         for s in batch.slices:
             self._finish(s.sequence.request_id, "error", self.clock())
 

@@ -144,6 +144,22 @@ def test_B5_a_hit_block_is_not_handed_out_as_a_fresh_one(pool: Any) -> None:
     p.manager.free(long)
 
 
+def test_B5_a_hit_block_that_is_held_takes_no_free_one(pool: Any) -> None:
+    """Four blocks, two of them held by a request that goes on: the other two are free for all."""
+    p = pool(4)
+    first = p.new([1, 2, 3, 4, 5])
+    p.admit(first), p.compute(first)
+    second = p.new([1, 2, 3, 4, *range(50, 58)])
+    prefix = p.manager.find_prefix(second)
+    expect(prefix, tuple(first.block_table[:1]), "the blocks found for 'second'.")
+    for num_tokens, wanted in ((12, True), (13, False)):
+        expect(
+            p.manager.can_allocate(second, num_tokens, prefix),
+            wanted,
+            f"can_allocate for {num_tokens} tokens. One block is shared, and two of 4 are free.",
+        )
+
+
 def test_a_failed_attempt_changes_nothing(pool: Any) -> None:
     """Neither a lookup nor a refused allocation may touch counts or the order of eviction."""
     p = pool(3)
@@ -242,6 +258,34 @@ def test_B9_a_constant_hash_is_harmless(pool: Any, monkeypatch: pytest.MonkeyPat
     expect(len(set(held.block_table)), 3, f"different blocks in the table {held.block_table}.")
     p.manager.free(held)
     expect(p.manager.num_free_blocks, 16, "free blocks when nothing runs.")
+
+
+def test_B9_nothing_is_published_behind_a_private_block(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent is named by its block, so it must be published as long as its child is.
+
+    The first blocks of `a` and `b` have the same hash, so that of `b` stays private. It is reused
+    for `c`. If the second block of `b` were published, it would be taken for a child of `c`.
+    """
+    p = pool(8)
+    if not hasattr(p.module, "hash_block"):
+        pytest.skip("block_manager.py has no function hash_block to replace")
+
+    def hash_block(parent_hash: bytes, token_ids: list[int]) -> bytes:
+        return bytes([token_ids[0] % 2] if len(parent_hash) == 32 else token_ids)
+
+    monkeypatch.setattr(p.module, "hash_block", hash_block)
+    a, b = p.new([1, 1, 1, 1, 9]), p.new([3, 3, 3, 3, 5, 5, 5, 5, 9])
+    for sequence in (a, b):
+        p.admit(sequence), p.compute(sequence)
+    expect(p.manager.num_cached_blocks, 1, "findable blocks: that of 'a', none of 'b'.")
+    private = b.block_table[0]
+    p.manager.free(b)
+    c = p.new([2, 2, 2, 2, 9])
+    p.admit(c), p.compute(c)
+    expect(c.block_table[0], private, "the first block of 'c': the private block of 'b' again.")
+    p.finds([2, 2, 2, 2, 5, 5, 5, 5, 9], 1, "5, 5, 5, 5 was computed behind 3, 3, 3, 3")
 
 
 def test_B9_a_hash_is_of_whole_token_ids_and_of_all_tokens_before(stage: ModuleType) -> None:

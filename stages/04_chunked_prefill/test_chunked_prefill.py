@@ -474,6 +474,27 @@ def test_a_half_done_prompt_takes_blocks_from_two_streams(stage: ModuleType) -> 
     )
 
 
+def test_a_preempted_slice_gives_its_budget_back(stage: ModuleType) -> None:
+    """A stream has its slice and then loses its blocks: its token is the next prompt's to use."""
+    scheduler = make_scheduler(stage, num_blocks=3, block_size=8, max_prefill_chunk_size=4)
+    scheduler.add(new_sequence(stage, "old", [1] * 20))
+    advance(scheduler)
+    for name, length in (("middle", 8), ("young", 1)):
+        scheduler.add(new_sequence(stage, name, [length] * length))
+    advance(scheduler)  # a block each
+    scheduler.max_num_batched_tokens = 8
+    batch = scheduler.schedule()
+    expect(
+        (
+            [s.request_id for s in batch.preempted],
+            {s.sequence.request_id: (s.start_pos, s.num_tokens) for s in batch.slices},
+        ),
+        (["young"], {"old": (8, 4), "middle": (4, 4)}),
+        "who is preempted, and the slices. The budget is 8: two chunks of 4, since the decode of "
+        "'young' is not computed.",
+    )
+
+
 def test_nobody_is_admitted_while_blocks_are_taken_back(stage: ModuleType) -> None:
     """The one that gave its blocks is first in line: it would take them right back."""
     scheduler = make_scheduler(
@@ -542,19 +563,27 @@ def test_decode_share_leaves_room_for_prompts(stage: ModuleType) -> None:
 def test_a_first_token_counts_as_a_turn(stage: ModuleType) -> None:
     """One stream decodes a step: the one whose newest token is oldest, however it came by it."""
     scheduler = make_scheduler(
-        stage, num_blocks=64, block_size=4, max_num_batched_tokens=4, max_decode_share=0.25
+        stage,
+        num_blocks=64,
+        block_size=4,
+        max_num_batched_tokens=4,
+        max_prefill_chunk_size=2,
+        max_decode_share=0.25,
     )
     for name in ("a", "b"):
         scheduler.add(new_sequence(stage, name, [1]))
     advance(scheduler)
-    for name, length in (("new", 1), ("long", 40)):
-        scheduler.add(new_sequence(stage, name, list(range(length))))
-    turns = [[name for name in advance(scheduler)[0] if name != "long"] for _ in range(5)]
+    scheduler.add(new_sequence(stage, "long", list(range(40))))
+    turns = []
+    for step in range(5):
+        turns.append([name for name in advance(scheduler)[0] if name != "long"])
+        if step == 0:
+            scheduler.add(new_sequence(stage, "new", [1]))
     expect(
-        [turns[0], turns[1], sorted(turns[2] + turns[3]), turns[4]],
-        [["a", "new"], ["b"], ["a", "new"], ["b"]],
-        "who got a token in step 0, 1, 2 or 3, 4. 'new' has its first from its prompt, in step 0, "
-        "when 'b' already waited.",
+        [*turns[:3], sorted(turns[3] + turns[4])],
+        [["a"], ["b", "new"], ["a"], ["b", "new"]],
+        "who got a token in step 0, 1, 2, and in 3 or 4. 'new' has its first from its prompt, in "
+        "step 1; the newest token of 'a' is from step 0.",
     )
 
 

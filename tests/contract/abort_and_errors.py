@@ -157,6 +157,20 @@ def test_A3_a_failing_step_ends_its_own_requests_only(
             check_reference(output, tiny, 3 + 4 * (n > 0), engine)
 
 
+def test_A3_a_failing_step_counts_whom_it_preempted(make_engine: MakeEngine, tiny: Any) -> None:
+    """The step that takes the blocks of the younger request fails: it is counted all the same."""
+    engine = make_engine(num_blocks=7)
+    ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(2)]
+    for _ in range(4):
+        engine.step()
+    expect(engine.stats()["preemptions"], 0, "preemptions while 7 blocks hold both.", engine)
+    with failing(tiny[0], RuntimeError("out of memory")):
+        ended = [(o.request_id, o.finish_reason) for o in engine.step()]
+    expect(ended, [(ids[0], "error")], "who ended with the step: the older one ran alone.", engine)
+    expect(engine.stats()["preemptions"], 1, "preemptions, that of the failed step too.", engine)
+    check_reference(drain(engine)[ids[1]][-1], tiny, 9, engine)
+
+
 def test_A3_after_a_failing_step_the_same_requests_work(make_engine: MakeEngine, tiny: Any) -> None:
     """Nothing of the half-written blocks is ever used again (B3)."""
     engine = make_engine(num_blocks=8)

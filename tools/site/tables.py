@@ -294,6 +294,32 @@ def chunk_sizes(words: Words) -> str:
     return _markdown(words["heads"], rows, right=0)
 
 
+def budgets(words: Words) -> str:
+    """Four streams and two documents that come together: what the budget of a step decides."""
+    rows: list[list[object]] = []
+    chunk_size, num_seqs = 128, 64
+    for budget in (8192, chunk_size + num_seqs, chunk_size):
+        keeper = example.Bookkeeper(
+            4,
+            num_blocks=1024,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=8192,
+            max_prefill_chunk_size=chunk_size,
+        )
+        for i in range(4):
+            keeper.add(f"{i}", [i], 200)
+        keeper.step()
+        for i, name in enumerate(("one", "two")):
+            keeper.add(name, range(10_000 * i, 10_000 * i + 3072), 1)
+        while "two" in keeper.sequences:
+            keeper.step()
+        steps = [example.chunks(keeper.steps, name)[-1][0] for name in ("one", "two")]
+        most = max(step.num_tokens for step in keeper.steps)
+        rows.append([f"{budget:,}", f"{most:,}", *steps])
+    return _markdown(words["heads"], rows, right=0)
+
+
 def target(words: Words) -> str:
     """Chunks that `target_step_ms` chooses for a prompt of 8,000 tokens, with a made-up cost."""
     keeper = example.Bookkeeper(
@@ -358,6 +384,6 @@ TABLES: dict[str, Callable[[Words], str]] = {
     make.__name__: make
     for make in (
         *(kv, work, counters, preemption, deadlock, orders, work_per_token),
-        *(softmax, gathered, metadata, twins, lookups, chunk_sizes, target, abort),
+        *(softmax, gathered, metadata, twins, lookups, chunk_sizes, budgets, target, abort),
     )
 }
