@@ -277,8 +277,10 @@ def test_B9_nothing_is_published_behind_a_private_block(
 
     monkeypatch.setattr(p.module, "hash_block", hash_block)
     a, b = p.new([1, 1, 1, 1, 9]), p.new([3, 3, 3, 3, 5, 5, 5, 5, 9])
-    for sequence in (a, b):
-        p.admit(sequence), p.compute(sequence)
+    p.admit(a), p.compute(a), p.admit(b)
+    for start_pos, end_pos in ((0, 4), (4, 9)):  # in two steps
+        b.cached_token_count = end_pos
+        p.manager.publish(b, start_pos)
     expect(p.manager.num_cached_blocks, 1, "findable blocks: that of 'a', none of 'b'.")
     private = b.block_table[0]
     p.manager.free(b)
