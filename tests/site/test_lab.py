@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shared.engine.step_time import Chunk
+from shared.measure import roofline
+from shared.models import configs
 from tools.lab import drive, faults, invariants, pyodide, questions
 from tools.lab import page as lab_page
 from tools.lab.faults import FAULTS
@@ -166,7 +170,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(content, encoding="utf-8")
     element = docs_lab.element("sandbox", words["lab"], open="yes")
     (folder / "lab.html").write_text(PAGE.format(element), encoding="utf-8")
-    for kind, data in {"ward": {"open": "yes"}, "questions": {"chapter": "4"}}.items():
+    pages = {"ward": {"open": "yes"}, "questions": {"chapter": "4"}, "steppers": {"open": "yes"}}
+    for kind, data in pages.items():
         element = docs_lab.element(kind, words["lab"], **data)
         (folder / f"{kind}.html").write_text(PAGE.format(element), encoding="utf-8")
     return folder
@@ -402,3 +407,77 @@ def test_a_chapters_questions_load_nothing_before_they_are_opened(browser: Any, 
     kept = page.evaluate("JSON.parse(localStorage.getItem('mini-vllm-score'))")
     assert kept["4"] == [0, 1]
     page.close()
+
+
+# --- the steppers -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steppers(browser: Any, site: Path) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.goto((site / "steppers.html").as_uri())
+    page.wait_for_selector("[data-lab][data-state=ready]")
+    yield page
+    page.close()
+
+
+def test_the_slot_stepper_and_slot_mapping_agree(steppers: Any) -> None:
+    slot_mapping = example.rooms(4).block_manager.slot_mapping
+    there = steppers.evaluate(
+        "() => Array.from({ length: 37 }, (_, t) => miniVllmSteppers.slot([7, 2, 5, 0, 9], t, 8).slot)"
+    )
+    assert there == slot_mapping([7, 2, 5, 0, 9], 0, 37, 8)
+    steppers.locator("[data-step=slot] input").fill("20")
+    assert "= 44" in steppers.inner_text("[data-step=slot] [role=status]")
+    lit = steppers.locator("[data-step=slot] .step__block.on .on")
+    assert lit.count() == 1
+    assert steppers.get_attribute("[data-step=slot] .step__block.on", "data-block") == "5"
+
+
+def test_the_softmax_stepper_ends_where_the_softmax_does(steppers: Any) -> None:
+    rng = random.Random(3)
+    for _ in range(10):
+        scores = [rng.uniform(-4, 6) for _ in range(6)]
+        values = [rng.uniform(0, 10) for _ in range(6)]
+        steps = steppers.evaluate(
+            "([scores, values]) => miniVllmSteppers.softmax(scores, values, 2)", [scores, values]
+        )
+        for i, step in enumerate(steps):
+            seen = 2 * (i + 1)
+            weights = torch.softmax(torch.tensor(scores[:seen], dtype=torch.float64), 0)
+            expected = weights @ torch.tensor(values[:seen], dtype=torch.float64)
+            assert step["output"] == pytest.approx(float(expected))
+            assert step["maximum"] == max(scores[:seen])
+    for _ in range(3):
+        steppers.click("[data-step=softmax] [data-button=next]")
+    before = float(steppers.get_attribute("[data-step=softmax] [role=status]", "data-output"))
+    steppers.locator("[data-step=softmax] input >> nth=4").fill("6")
+    after = float(steppers.get_attribute("[data-step=softmax] [role=status]", "data-output"))
+    assert before < after < 10, "token 4 has the largest value, and now the largest weight"
+
+
+def test_the_roofline_stepper_and_the_roofline_agree(steppers: Any) -> None:
+    for name, gpu in roofline.GPUS.items():
+        for model in configs.names():
+            size = roofline.ModelSize.named(model)
+            line = roofline.Roofline(gpu, size)
+            there = steppers.evaluate(
+                """([gpu, model]) => {
+                    const { gpus, models } = document.querySelector("[data-lab]").dataset;
+                    return miniVllmSteppers.roofline(
+                        JSON.parse(gpus).find((one) => one.name === gpu),
+                        JSON.parse(models).find((one) => one.name === model));
+                }""",
+                [gpu.name, model],
+            )
+            assert there["kv_bytes"] == size.kv_bytes, (name, model)
+            assert there["tokens"] == 16 * line.num_blocks(16)
+            decodes = [Chunk(1000, 1)] * 16
+            assert there["decode"] == pytest.approx(line(decodes))
+            chunk = there["chunk"] or 0  # None: one token is too long already
+            assert line([*decodes, Chunk(0, chunk + 1)]) > 0.05
+            assert not chunk or line([*decodes, Chunk(0, chunk)]) <= 0.05
+            weights = 2 * size.linear / (gpu.bandwidth * line.byte_share)
+            work = 2 * size.linear / (gpu.flops * line.flop_share)
+            assert (there["batch"] - 1) * work < weights <= there["batch"] * work
+    assert steppers.evaluate("document.documentElement.scrollWidth") <= 390

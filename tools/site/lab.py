@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from shared.measure import roofline
+from shared.models import configs
 from tools.lab import drive, invariants, pyodide, questions
 from tools.lab.faults import FAULTS
 from tools.lab.presets import PRESETS
@@ -55,6 +59,8 @@ def _pyodide() -> tuple[str, str]:
 
 def element(kind: str, words: Mapping[str, Any], **data: str) -> str:
     """A place for a part of the lab, with the button that opens it; on one line of HTML."""
+    if kind == "steppers":
+        data = {**data, **_shapes(), "words": json.dumps(words["steppers"], ensure_ascii=False)}
     attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in data.items())
     button = (
         "" if "open" in data else f'<button type="button">{escape(words["open"][kind])}</button>'
@@ -63,6 +69,18 @@ def element(kind: str, words: Mapping[str, Any], **data: str) -> str:
         f'\n<div class="lab" data-search-exclude data-lab="{kind}"{attributes}>{button}'
         f"<noscript>{escape(words['noscript'])}</noscript></div>\n"
     )
+
+
+def _shapes() -> dict[str, str]:
+    """GPUs and models of the roofline, as JSON."""
+    gpus, models = [], []
+    for gpu in roofline.GPUS.values():
+        line = roofline.Roofline(gpu, roofline.ModelSize.named("smollm2-135m"))
+        assumed = {key: getattr(line, key) for key in ("flop_share", "byte_share", "overhead")}
+        gpus.append(asdict(gpu) | assumed)
+    for path in sorted(Path(configs.__file__).parent.glob("*.json")):
+        models.append({"name": path.stem, **asdict(roofline.ModelSize.named(path.stem))})
+    return {"gpus": json.dumps(gpus), "models": json.dumps(models)}
 
 
 def scripts(words: Mapping[str, Any]) -> tuple[dict[str, str], str]:

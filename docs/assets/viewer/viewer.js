@@ -239,7 +239,8 @@
       // 1. What is known before anything moves.
       this.body.append(element("dl", { class: "viewer__facts" },
         this.#fact(words.longest_gap, recording.longest.seconds, "longest-gap"),
-        this.#fact(words.ttft, recording.ttft, "ttft")));
+        ...(recording.made && recording.ttft === null ? []
+          : [this.#fact(words.ttft, recording.ttft, "ttft")])));
       // 2. The step.
       this.counter = element("p", { class: "viewer__step" });
       this.bar = element("div", { class: "viewer__bar", role: "img" });
@@ -576,7 +577,7 @@
     fixed(value) { return this.hundredths.format(value); }
 
     seconds(value) {
-      return value < 0.9995 ? `${this.number(Math.round(value * 1000))} ms` : `${this.fixed(value)} s`;
+      return value < 0.9995 ? `${this.number(Math.round(value * 1000) || 0)} ms` : `${this.fixed(value)} s`;
     }
 
     name(id) { return this.words.names[id] ?? this.words.chat.replace("{name}", id); }
