@@ -471,7 +471,10 @@ def test_the_roofline_stepper_and_the_roofline_agree(steppers: Any) -> None:
                 [gpu.name, model],
             )
             assert there["kv_bytes"] == size.kv_bytes, (name, model)
-            assert there["tokens"] == 16 * line.num_blocks(16)
+            if 0.9 * gpu.memory > 2 * size.total:
+                assert there["tokens"] == 16 * line.num_blocks(16) > 0
+            else:
+                assert there["tokens"] == 0
             decodes = [Chunk(1000, 1)] * 16
             assert there["decode"] == pytest.approx(line(decodes))
             chunk = there["chunk"] or 0  # None: one token is too long already
