@@ -51,6 +51,11 @@ class ModelSize:
     attention: int
     kv_bytes: int
 
+    @property
+    def matrices(self) -> int:
+        """Weights that a step multiplies and so reads: all but the input embedding's table."""
+        return self.linear + self.head
+
     @classmethod
     def named(cls, name: str) -> ModelSize:
         """Of a model in `shared/models/configs`. Raises ValueError if there is no such file."""
@@ -98,7 +103,7 @@ class Roofline:
             )
         linear = max(
             2 * (tokens * model.linear + rows * model.head) / flops,
-            2 * (model.linear + model.head) / bandwidth,
+            2 * model.matrices / bandwidth,
         )
         return self.overhead + linear + attention
 

@@ -19,7 +19,7 @@ import jinja2
 import pytest
 import yaml
 
-from shared.measure.roofline import ModelSize
+from shared.measure.roofline import GPUS, ModelSize, Roofline
 from tools.site import bench as docs_bench
 from tools.site import example as docs_example
 from tools.site import figures as docs_figures
@@ -496,6 +496,33 @@ def test_parameters_are_about_what_the_names_say() -> None:
         assert ModelSize.named(name).total / 1e9 == pytest.approx(billions, abs=0.01)
 
 
+def test_a_step_multiplies_all_weights_but_the_input_embedding() -> None:
+    """Llama-3.1-8B: 32 layers of four projections and an MLP of three matrices, and the output
+    layer. The table of 128,256 embeddings is looked up, not multiplied; a tied one is both."""
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14_336)
+    weights = 32 * layer + 128_256 * 4096
+    assert ModelSize.named("llama-3.1-8b").matrices == weights
+    tied = ModelSize.named("llama-3.2-1b")
+    assert tied.matrices == tied.total
+    rows = docs_tables.table("work", docs_macros.read_data("words")["tables"]).strip().split("\n")
+    chunk = [cell.strip() for cell in rows[4].strip("| ").split("|")]
+    assert chunk[1:] == ["256", f"{2 * 256 * weights / 1e12:.2f}", f"{2 * weights / 1e9:.1f}", "256"]
+    assert chunk[2:4] == ["3.84", "15.0"]
+
+
+def test_an_80_gb_gpu_holds_nearly_half_a_million_tokens_beside_the_weights() -> None:
+    size = ModelSize.named("llama-3.1-8b")
+    assert 480_000 < (80e9 - 2 * size.total) / size.kv_bytes < 490_000
+
+
+def test_what_the_roofline_assumes_is_said() -> None:
+    line = Roofline(GPUS["h100"], ModelSize.named("llama-3.1-8b"))
+    text = " ".join(prose(DOCS / "chapters" / "5-measuring.md").split())
+    assert f"{100 * line.flop_share:.0f} % of the data sheet's FLOP/s" in text
+    assert f"{100 * line.byte_share:.0f} % of its bandwidth" in text
+    assert f"an overhead of {1e3 * line.overhead:g} ms" in text
+
+
 def test_the_pool_when_the_document_arrives() -> None:
     """Chat A: 47 tokens of prompt and eight decodes, in blocks 0, 1, 2 and, later, 7."""
     step = docs_example.run(1)[11]
@@ -576,6 +603,14 @@ def test_a_ratio_is_of_two_medians() -> None:
     assert docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 04") == "2.0"
     with pytest.raises(docs_bench.DocsError, match="stage 05"):
         docs_bench.ratio(results, "stall", "gap_max", "stage 03", "stage 05")
+
+
+def test_a_spread_is_from_the_smallest_to_the_largest_median() -> None:
+    rows = [
+        {"table": table, "name": "stage 04", "params": {}, "values": {"gap_max": {"median": m}}}
+        for table, m in (("block size", 100.0), ("block size", 113.4), ("block size", 90.0))
+    ]
+    assert docs_bench.spread(RESULTS | {"rows": rows}, "block size", "gap_max") == "26"
 
 
 def test_rows_are_chosen_by_their_parameters() -> None:

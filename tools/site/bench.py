@@ -104,6 +104,12 @@ def ratio(
     return f"{one / two:.1f}"
 
 
+def spread(results: Mapping[str, Any], table: str, column: str) -> str:
+    """By how many per cent the largest median of a column exceeds the smallest, rounded."""
+    medians = [row["values"][column]["median"] for row in pick(results, table)]
+    return f"{100 * (max(medians) / min(medians) - 1):.0f}"
+
+
 def results_table(
     results: Mapping[str, Any],
     table: str,

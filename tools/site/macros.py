@@ -97,6 +97,11 @@ def define_env(env: Any) -> None:
         return docs_bench.ratio(docs_bench.load(name), table, column, row, other, where)
 
     @env.macro
+    def measured_spread(name: str, table: str, column: str) -> str:
+        """By how many per cent the rows of a table differ at most."""
+        return docs_bench.spread(docs_bench.load(name), table, column)
+
+    @env.macro
     def measured_stall(name: str, rows: Any = ("stage 03", "stage 04"), caption: str = "") -> str:
         """The tokens of the streams as they came, from the raw data of one round."""
         said, found = words()["results"], docs_bench.load(name)

@@ -63,7 +63,7 @@ def kv(words: Words) -> str:
 
 def work(words: Words) -> str:
     """Arithmetic per step against weights read per step, for one real model in 16 bits."""
-    weights = 2 * ModelSize.named("llama-3.1-8b").total
+    weights = 2 * ModelSize.named("llama-3.1-8b").matrices
     rows = []
     for label, tokens in zip(words["rows"], (1, 4, 256, 1500), strict=True):
         flops = tokens * weights  # a multiplication and an addition per weight of two bytes
