@@ -11,7 +11,7 @@ PARALLEL := -n auto --dist loadfile
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo start test fast-test check lint types doors diffs format propagate mutants \
+.PHONY: help demo serve start test fast-test check lint types doors diffs format propagate mutants \
 	notebooks site bench clean clean-all
 
 help: ## this list
@@ -24,7 +24,7 @@ help: ## this list
 $(PY):
 	@tools/setup/venv.sh create
 
-$(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAMP)%: \
+$(STAMP)base $(STAMP)serve $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAMP)%: \
 		pyproject.toml constraints.txt tools/setup/venv.sh $(PY)
 	@tools/setup/venv.sh $*
 	@touch $(STAMP)base $@
@@ -33,6 +33,9 @@ $(STAMP)base $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAM
 
 demo: $(STAMP)base ## a real model answers several chats at once, streamed in the terminal
 	@$(PY) -m shared.demo $(ARGS)
+
+serve: $(STAMP)serve ## an OpenAI server, each stage a model, at http://127.0.0.1:8000 (ARGS="--port 8001")
+	@$(PY) -m shared.serve $(ARGS)
 
 .PHONY: start-usage
 start-usage: # what is missing is told before anything is installed

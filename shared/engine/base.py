@@ -56,9 +56,11 @@ class EngineBase:
     Attributes:
         trace: one `StepRecord` per step in `trace.steps`, the newest 10,000.
         log_interval: seconds between two log lines about the load; infinity is never.
+        name: begins these lines, where several engines log.
     """
 
     log_interval = 10.0
+    name = ""
 
     scheduler: Any
     block_manager: Any
@@ -280,8 +282,9 @@ class EngineBase:
         self._load = _Load(since=end, last=end)
         manager, totals = self.block_manager, self._totals
         logger.info(
-            "%.0f prompt tokens/s in, %.1f tokens/s out; %d running, %d waiting; "
+            "%s%.0f prompt tokens/s in, %.1f tokens/s out; %d running, %d waiting; "
             "pool %.1f %% used; prefix cache hit rate %.1f %%",
+            self.name and f"{self.name}: ",
             *(load.tokens_in / seconds, load.tokens_out / seconds),
             *(len(self.scheduler.running), len(self.scheduler.waiting)),
             100 * (1 - manager.num_free_blocks / manager.num_blocks),

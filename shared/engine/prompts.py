@@ -8,7 +8,7 @@ from typing import Any
 
 from .checks import check_text, short
 
-logger = logging.getLogger("mini_vllm")
+logger = logging.getLogger(__name__)
 
 
 def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int) -> list[int]:

@@ -33,11 +33,7 @@ def main(engine_class: Any, argv: Sequence[str] | None = None) -> int:
     config_class = sys.modules[engine_class.__module__].EngineConfig
     parser = build_parser(config_class, f"python -m {engine_class.__module__.rpartition('.')[0]}")
     args = parser.parse_args(argv)
-    options = {
-        field.name: getattr(args, field.name)
-        for field in dataclasses.fields(config_class)
-        if getattr(args, field.name) is not None
-    }
+    options = engine_options(args, config_class)
     try:
         params = SamplingParams(
             temperature=args.temperature,
@@ -142,6 +138,12 @@ def build_parser(config_class: Any, prog: str) -> Parser:
     )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
     parser.add_argument("--stats", action="store_true", help="print the engine's counts at the end")
+    add_engine_options(parser, config_class)
+    return parser
+
+
+def add_engine_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
+    """An option for each field of a stage's `EngineConfig`."""
     group = parser.add_argument_group("engine")
     hints, texts = get_type_hints(config_class), attribute_docs(config_class)
     for field in dataclasses.fields(config_class):
@@ -159,7 +161,12 @@ def build_parser(config_class: Any, prog: str) -> Parser:
         else:
             kind = next((t for t in (int, float) if str(t.__name__) in str(hints[field.name])), str)
             group.add_argument(flag, type=kind, help=text)
-    return parser
+
+
+def engine_options(args: argparse.Namespace, config_class: Any) -> dict[str, Any]:
+    """Those that the command line has and `config_class` knows."""
+    names = [field.name for field in dataclasses.fields(config_class)]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def attribute_docs(cls: Any) -> dict[str, str]:

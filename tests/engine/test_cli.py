@@ -125,7 +125,7 @@ def test_a_stop_string_that_is_a_special_token(
         return tokens
 
     monkeypatch.setattr(sampler, "sample", fourth)
-    caplog.set_level(logging.INFO, logger="mini_vllm")
+    caplog.set_level(logging.INFO, logger="shared.engine.prompts")
     for stop, count in (("<|im_start|>", 4), ("x<|im_start|>", 9)):
         assert call("hello", "--stop", stop, "--stats", "--max-tokens", "9") == 0
         err = capsys.readouterr().err
