@@ -19,7 +19,7 @@ OF_A_FILE = {
     "test_prefix_cache": [
         ("*B1_*|*full_hit*|*cover*|*finds_its_own*|*next_turn*", PREFIX, "What a lookup finds"),
         ("*B9*|*salt*|*hash*|*constant*", PREFIX, "Hash chains"),
-        ("*B5*|*B8*|*A1_*|*failed_attempt*|*pool*", PREFIX, "Holding and letting go"),
+        ("*B5*|*B8*|*A1_*|*failed_attempt*|*pool*", PREFIX, "Holding and releasing"),
         ("*B2*|*B6*|*B7*|*least_recently*|*reset*|*evict*", PREFIX, "The order of reuse"),
         ("*B3*|*B4*|*twins*|*publish*", PREFIX, "Publishing, and not too early"),
         ("*B12*|*budget*|*hits_are_counted*", PREFIX, "The budget"),

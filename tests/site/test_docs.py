@@ -668,6 +668,29 @@ def test_results_that_prove_nothing_are_refused(tmp_path: Path) -> None:
         docs_bench.pick(RESULTS, "sweep")
 
 
+def test_chapter_2_says_what_its_claims_found() -> None:
+    """Level or ahead of SDPA everywhere but for one sequence of 256 tokens; and the first table
+    shows both ways to call SDPA, of which a claim takes the faster."""
+    results = docs_bench.load("attention")
+    kernel = {c["text"]: c["value"] for c in results["claims"] if "contiguous /" in c["text"]}
+    assert len(kernel) >= 9
+    behind = [text for text, value in kernel.items() if value < 0.95]
+    assert behind == ["contiguous / numba, context 256, batch 1"]
+    table = "decode attention of one layer"
+    smallest = {"context": 256, "batch": 1}
+    assert 0.02 < docs_bench.median(results, table, "time", "numba", smallest) < 0.04  # ms
+    for context in (256, 1024, 4096):
+        where = {"context": context, "batch": 8}
+        dense = [
+            docs_bench.median(results, table, "time", row, where)
+            for row in ("contiguous", "contiguous, gqa")
+        ]
+        ratio = min(dense) / docs_bench.median(results, table, "time", "numba", where)
+        claimed = kernel[f"contiguous / numba, context {context}, batch 8"]
+        assert ratio == pytest.approx(claimed, rel=0.2), "table and claim tell different stories"
+    assert '"contiguous, gqa"' in (DOCS / "chapters" / "2-paged-attention.md").read_text()
+
+
 def test_results_that_pages_name_are_there() -> None:
     text = "\n".join(path.read_text() for path in PAGES)
     named = set(re.findall(r'\{\{ (?:results|measured_\w+)\("(\w+)"', text))
