@@ -27,7 +27,7 @@ OF_A_FILE = {
     ],
     "test_chunked_prefill": [
         ("*C1_*|*C2_*|*C3_*", CHUNKS, "Where a chunk's tokens go"),
-        ("*C4_*|*K6_*|*progress*|*C6_*|*C7_*", CHUNKS, "Inside and outside"),
+        ("*C4_*|*K6_*|*progress*|*C6_*|*C7_*", CHUNKS, "Progress before the first token"),
         ("*C5_three*", CHUNKS, "The code: three paragraphs"),
         ("*C5_*|*B3_*|*B4_*", CHUNKS, "Prefix cache and chunks together"),
         ("*state_machine*", CHUNKS, "One more state"),
@@ -41,7 +41,7 @@ OF_A_FILE = {
         ("*chunk_by_chunk*", CHUNKS, "Allocation chunk by chunk"),
         ("*S8_*|*C9_*", CHUNKS, "Three budgets"),
         ("*by_hand*", CHUNKS, "One chunk by hand"),
-        ("*target_step*|*longer_chunk*", CHUNKS, "A promise instead of a size"),
+        ("*target_step*|*longer_chunk*", CHUNKS, "A target time instead of a size"),
         ("*unless_told*|*by_default*", CHUNKS, "What it costs, and how large a chunk should be"),
     ],
 }

@@ -55,7 +55,7 @@ WRONG = {
             "Only the chunk that reaches the prompt's end samples a token",
             "expected []",
             "came     ['a']",
-            "Inside and outside",
+            "Progress before the first token",
         ),
     ),
     "abort forgets PREFILLING": (

@@ -16,9 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import jinja2
+import numpy as np
 import pytest
 import yaml
 
+from shared.bench import goodput
 from shared.measure.roofline import GPUS, ModelSize, Roofline
 from tools.site import bench as docs_bench
 from tools.site import example as docs_example
@@ -689,6 +691,33 @@ def test_chapter_2_says_what_its_claims_found() -> None:
         claimed = kernel[f"contiguous / numba, context {context}, batch 8"]
         assert ratio == pytest.approx(claimed, rel=0.2), "table and claim tell different stories"
     assert '"contiguous, gqa"' in (DOCS / "chapters" / "2-paged-attention.md").read_text()
+
+
+def test_chapter_5_says_why_the_p99_of_all_gaps_misses_the_stall() -> None:
+    """Four gaps, one per stream, are less than 1 % of all; of 300 they would be the p99."""
+    results = docs_bench.load("stall")
+    gaps = sorted(docs_bench.gaps(results, "stage 03"))
+    stalls = [gap for gap in gaps if gap > 1]
+    assert len(stalls) == 4 and len(stalls) < 0.01 * len(gaps)
+    assert np.percentile(gaps, 99) < 0.1 < np.percentile(gaps[-300:], 99)
+    medians = [docs_bench.median(results, "stall", "itl_p99", f"stage 0{n}") for n in (3, 4)]
+    assert medians[0] < medians[1], "the older engine wins by p99"
+    text = " ".join(rendered(DOCS / "chapters" / "5-measuring.md").split())
+    assert f"4 gaps, one per stream, of {len(gaps)}" in text and "With 300 gaps" in text
+
+
+def test_chapter_5_says_why_goodput_is_below_the_rate() -> None:
+    results = docs_bench.load("goodput")
+    rate = docs_bench.median(results, "highest rate", "highest_rate", "stage 04")
+    best = docs_bench.median(results, "highest rate", "best_goodput", "stage 04")
+    at = {"rate": rate}
+    assert docs_bench.median(results, "goodput", "in_time", "stage 04", at) == 100
+    assert docs_bench.median(results, "goodput", "goodput", "stage 04", at) == best < rate
+    rates = [row["params"]["rate"] for row in docs_bench.pick(results, "goodput")]
+    counts = [max(goodput.FEWEST, round(goodput.FULL["seconds"] * rate)) for rate in rates]
+    assert f"with {min(counts)} to {max(counts)} requests" in " ".join(
+        (DOCS / "chapters" / "5-measuring.md").read_text().split()
+    )
 
 
 def test_results_that_pages_name_are_there() -> None:

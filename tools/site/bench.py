@@ -104,6 +104,12 @@ def ratio(
     return f"{one / two:.1f}"
 
 
+def gaps(results: Mapping[str, Any], row: str) -> list[float]:
+    """All gaps between two tokens of one request, of all requests of a row's series, in seconds."""
+    times = [request["token_times"] for request in results["series"][row]["requests"].values()]
+    return [b - a for each in times for a, b in zip(each, each[1:], strict=False)]
+
+
 def spread(results: Mapping[str, Any], table: str, column: str) -> str:
     """By how many per cent the largest median of a column exceeds the smallest, rounded."""
     medians = [row["values"][column]["median"] for row in pick(results, table)]

@@ -102,6 +102,11 @@ def define_env(env: Any) -> None:
         return docs_bench.spread(docs_bench.load(name), table, column)
 
     @env.macro
+    def measured_gaps(name: str, row: str) -> str:
+        """How many gaps between tokens one round of a row had."""
+        return f"{len(docs_bench.gaps(docs_bench.load(name), row)):,}"
+
+    @env.macro
     def measured_stall(name: str, rows: Any = ("stage 03", "stage 04"), caption: str = "") -> str:
         """The tokens of the streams as they came, from the raw data of one round."""
         said, found = words()["results"], docs_bench.load(name)
