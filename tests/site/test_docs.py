@@ -67,7 +67,7 @@ OTHER_SPANS = {
 }
 EXTERNAL_PATHS = (
     *("vllm/", "python/sglang/", "managers/", "mem_cache/", "model_executor/", "layers/"),
-    *("arg_groups/", "disaggregation/", "scheduler_components/"),
+    *("arg_groups/", "disaggregation/"),
 )
 EXTERNAL_FILES = set(
     """
