@@ -18,8 +18,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from shared.draw.gaps import Panel, height_of_gaps, paint_gaps
-from shared.draw.picture import CHATS, THEMES, Theme, draw, halo, legend, log_axis, plain
+from shared.draw.figures import Panel
+from shared.draw.gaps import height_of_gaps, paint_gaps
+from shared.draw.palette import CHATS, THEMES, Theme
+from shared.draw.picture import draw, halo, legend, log_axis
+from shared.draw.text import plain
 from shared.measure.episode import seconds
 from shared.measure.machine import place
 from shared.measure.results import load, short
@@ -224,7 +227,7 @@ def paint_stall(figure: Figure, theme: Theme, content: Content) -> None:
             for name, request in run["requests"].items()
             if name != LONG
         }
-        panels.append(Panel(title, times, (long["arrival"], long["token_times"][0])))
+        panels.append(Panel(title, times, [(long["arrival"], long["token_times"][0])]))
     paint_gaps(figure, theme, panels, "time since the long prompt arrived (s)")
 
 

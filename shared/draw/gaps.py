@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,9 @@ from matplotlib.transforms import ScaledTranslation
 
 from shared.measure.episode import DOCUMENT, Episode, seconds
 
-from .picture import CHATS, Theme, draw, halo, legend, log_axis
-
-
-@dataclass(frozen=True)
-class Panel:
-    """What one stage did.
-
-    Attributes:
-        title: above it.
-        token_times: of each stream by its name, in seconds.
-        prefill: when the long prompt arrived and when its first token did, on the same clock.
-    """
-
-    title: str
-    token_times: Mapping[str, Sequence[float]]
-    prefill: tuple[float, float]
+from .figures import Panel
+from .palette import Theme, colours_of
+from .picture import draw, halo, legend, log_axis
 
 
 def plot_gaps(episodes: Sequence[Episode], path: Path) -> None:
@@ -41,7 +27,7 @@ def plot_gaps(episodes: Sequence[Episode], path: Path) -> None:
             for name, output in episode.outputs.items()
             if name != DOCUMENT
         }
-        panels.append(Panel(episode.title, times, (arrival, first_token)))
+        panels.append(Panel(episode.title, times, [(arrival, first_token)]))
 
     def paint(figure: Figure, theme: Theme) -> None:
         paint_gaps(figure, theme, panels, "time since the first chat arrived (s)")
@@ -79,16 +65,18 @@ def paint_gaps(figure: Figure, theme: Theme, panels: Sequence[Panel], x_label: s
 
 def _paint_panel(axis: Any, theme: Theme, panel: Panel) -> list[float]:
     """One stage; returns the lengths of all gaps in milliseconds."""
-    shade = axis.axvspan(*panel.prefill, color=theme["doc"], alpha=0.16, lw=0, zorder=0)
-    shade.set_label("long prompt in prefill")
+    for span in panel.prefill:
+        shade = axis.axvspan(*span, color=theme["doc"], alpha=0.16, lw=0, zorder=0)
+        shade.set_label("long prompt in prefill")
     found = []
+    colours = colours_of(panel.token_times)
     middle = (len(panel.token_times) - 1) / 2
     for i, (name, times) in enumerate(panel.token_times.items()):
         gaps = [((b - a) * 1e3, a, b) for a, b in pairwise(times)]
         beside = ScaledTranslation(0, (i - middle) * 1.5 / 72, axis.figure.dpi_scale_trans)
         axis.hlines(
             *([gap[part] for gap in gaps] for part in range(3)),
-            color=theme[CHATS[i % 4]],
+            color=theme[colours[name]],
             lw=1.4,
             label=name,
             transform=axis.transData + beside,

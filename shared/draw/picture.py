@@ -1,4 +1,4 @@
-"""How all pictures look, in one place: size, colours, letters, a light and a dark variant.
+"""How all PNG pictures look, in one place: size, letters, a light and a dark variant.
 
 `doc` is prefill and what it costs (so is stage 03), `a` is decode (so is stage 04). Where colour
 matters, the kind of line or a label says the same.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +23,13 @@ from PIL.PngImagePlugin import PngInfo
 
 from shared.engine import files
 
+from .palette import LIGHT, Theme
+from .text import plain
+
 WIDTH = 6.6  # inches; letters of 10 points are then still letters on a phone
 DPI = 200
 PALETTE = 96  # colours of a file: enough for smooth letters, and a third of the bytes
 
-
-# The site's colours (docs/assets/course.css) by name, light and dark.
-COLOURS = {
-    "a": ("#3a6cb0", "#7fabea"),
-    "b": ("#217d74", "#5cc3b5"),
-    "c": ("#7a5fae", "#b79ee2"),
-    "d": ("#797623", "#c5c266"),
-    "doc": ("#bb5416", "#f2995a"),
-    "shared": ("#4a5560", "#aab4bd"),
-    "free": ("#e6eaed", "#2a333b"),
-    "line": ("#9aa5ad", "#6b7781"),
-    "text": ("#1f2a33", "#dfe5ea"),
-    "muted": ("#5a6670", "#9aa6b0"),
-    "on": ("#ffffff", "#12181d"),
-    "warn": ("#b3261e", "#ff8a80"),
-    "soft": ("#f3f5f7", "#20282f"),
-}
-CHATS = ("a", "b", "c", "d")
-
-Theme = Mapping[str, str]
-# Besides the colours, `name` ends a file's name, and `background` is the page's.
-LIGHT: Theme = {"name": "light", "background": "#ffffff", **{k: c for k, (c, _) in COLOURS.items()}}
-DARK: Theme = {"name": "dark", "background": "#1e2529", **{k: c for k, (_, c) in COLOURS.items()}}
-THEMES = (LIGHT, DARK)
 
 Paint = Callable[[Figure, Theme], None]
 
@@ -121,11 +100,6 @@ def log_axis(axis: Any, subs: tuple[float, ...] = (1.0, 3.0)) -> None:
     axis.set_major_locator(LogLocator(10, subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
     axis.set_minor_formatter(NullFormatter())
-
-
-def plain(value: float) -> str:
-    """A number as people write it: 0.03, 1, 2.5, 4,096."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def legend(figure: Figure, axes: Any, columns: int = 6) -> None:

@@ -131,6 +131,17 @@ def test_B4_twins_and_a_relative(make_engine: Any) -> None:
     check_hit(again, 8, "both full blocks of its prompt are cached", engine)
 
 
+def test_a_block_is_found_behind_each_of_two_prefixes(make_engine: Any) -> None:
+    """A hash covers all that comes before: equal first and last blocks are not enough."""
+    engine = make_engine()
+    first, last = list(range(10, 14)), list(range(30, 34))
+    for middle in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        prompt = [*first, *middle, *last, 9]
+        run(engine, [prompt], greedy(1))
+        again = run(engine, [prompt], greedy(1))[0]
+        check_hit(again, 12, f"it was served before; its second block is {middle}", engine)
+
+
 def test_B11_a_preempted_request_finds_its_own_blocks(make_engine: Any) -> None:
     engine = make_engine(num_blocks=9)
     prompts = [list(range(10, 19)), list(range(30, 39))]

@@ -25,6 +25,7 @@ from tools.lab import drive, faults, invariants, pyodide, questions
 from tools.lab import page as lab_page
 from tools.lab.faults import FAULTS
 from tools.lab.presets import PRESETS
+from shared.draw.palette import stylesheet
 from tools.site import example
 from tools.site import lab as docs_lab
 from tools.site import macros as docs_macros
@@ -39,6 +40,7 @@ FLAGS = (
 )
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<link rel="stylesheet" href="assets/palette.css">
 <link rel="stylesheet" href="assets/course.css">
 <link rel="stylesheet" href="assets/viewer/viewer.css"></head>
 <body class="md-typeset" data-md-color-scheme="default">{}

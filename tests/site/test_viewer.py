@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from shared.record.__main__ import DOCUMENT_TOKENS, MAX_BYTES, RECORDINGS, Pool, load, pools, save
+from shared.draw.palette import stylesheet
 from tools.site import macros as docs_macros
 from tools.site import viewer as docs_viewer
 
@@ -29,6 +30,7 @@ FLAGS = (
 )
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<link rel="stylesheet" href="assets/palette.css">
 <link rel="stylesheet" href="assets/course.css">
 <link rel="stylesheet" href="assets/viewer/viewer.css"></head>
 <body class="md-typeset" data-md-color-scheme="default">{}
@@ -105,6 +107,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ASSETS / "viewer", folder / "assets" / "viewer")
     shutil.copy(ASSETS / "course.css", folder / "assets")
+    (folder / "assets" / "palette.css").write_text(stylesheet())
     (folder / "assets" / "traces").mkdir()
     for path in docs_viewer.FOLDER.glob("*.json"):
         script = folder / "assets" / "traces" / f"{path.stem}.js"

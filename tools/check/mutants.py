@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.dont_write_bytecode = True  # Python tells old bytecode by the second in which it was made
     for name in LIBRARIES:
         importlib.import_module(name)
+    args.out = args.out.resolve()  # the tests run in another folder
     args.out.mkdir(parents=True, exist_ok=True)
     survivors: dict[str, list[str]] = {}
     print(f"{'file':44} {'changes':>7} {'no fault':>8} {'faults':>6} {'noticed':>7} {'share':>6}")

@@ -8,18 +8,18 @@ Knows the format of the files (see `shared.bench.results`), not how they were me
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from shared.measure.results import load as load_results
+from shared.draw import tables
+from shared.draw.figures import Panel, stall
 from shared.measure.machine import place
+from shared.measure.results import load as load_results
 from shared.measure.results import short
 from tools.site.sources import ROOT, DocsError
-from tools.site.svg import Canvas
 
 FOLDER = ROOT / "docs" / "assets" / "bench"
 NOWHERE: Mapping[str, Any] = {}
@@ -153,12 +153,10 @@ def results_table(
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
     """A table in a figure. Cells are HTML already, heads are text."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    table = tables.html([escape(text) for text in heads], rows, escape=False)
     return (
-        f'<figure class="fig measured"><div class="md-typeset__scrollwrap"><div '
-        f'class="md-typeset__table"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></div><figcaption>{caption}</figcaption></figure>"
+        '<figure class="fig measured"><div class="md-typeset__scrollwrap"><div '
+        f'class="md-typeset__table">{table}</div></div><figcaption>{caption}</figcaption></figure>'
     )
 
 
@@ -180,46 +178,20 @@ def stall_picture(
     missing = [row for row in rows if row not in results["series"]]
     if missing:
         raise DocsError(f"{results['benchmark']}: no series {missing}")
-    runs = [results["series"][row]["requests"] for row in rows]
-    streams = [name for name in runs[0] if name != "long"]
-    end = 1.25 * max(run["long"]["token_times"][0] for run in runs)
-    start = -0.18 * end
-    left, right, height = 96, 690, 38 + 18 * (len(streams) + 1)
-    canvas = Canvas(700, len(rows) * height + 26)
-
-    def x(seconds: float) -> float:
-        return left + (seconds - start) / (end - start) * (right - left)
-
-    for panel, (row, run) in enumerate(zip(rows, runs, strict=True)):
-        top = panel * height + 16
-        canvas.text(0, top, row, "strong")
-        bottom = top + 18 * (len(streams) + 1) + 8
-        first = run["long"]["token_times"][0]
-        canvas.rect(x(0), top + 8, x(first) - x(0), bottom - top - 8, "doc", opacity=0.16)
-        for i, name in enumerate([*streams, "long"]):
-            y = top + 20 + 18 * i
-            canvas.text(0, y + 4, name, "small muted")
-            canvas.line(left, y, right, y, "free", 1.5)
-            for t in run[name]["token_times"]:
-                if start <= t <= end:
-                    canvas.circle(x(t), y, 3.2, "doc" if name == "long" else "ABCD"[i % 4])
-    bottom = len(rows) * height + 2
-    step = _round_step((end - start) / 5)
-    for n in range(int(start / step), int(end / step) + 1):
-        canvas.line(x(n * step), bottom, x(n * step), bottom + 5, "line")
-        canvas.text(x(n * step), bottom + 18, f"{n * step:g} s", "small muted", "middle")
+    panels = []
+    for row in rows:
+        run = results["series"][row]["requests"]
+        streams = {name: run[name]["token_times"] for name in run if name != "long"}
+        long = run["long"]["token_times"]
+        panels.append(Panel(row, {**streams, "long": long}, [(0, long[0])]))
+    end = 1.25 * max(panel.token_times["long"][0] for panel in panels)
+    canvas = stall(panels, (-0.18 * end, end), 700, axis="s")
     caption = caption or words["stall_picture"]
     return (
         f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas">'
         f"{canvas.svg(re.sub(r'<[^>]+>', '', caption))}</div><figcaption>{caption} "
         f"{provenance(results, words)}</figcaption></figure>\n"
     )
-
-
-def _round_step(value: float) -> float:
-    """1, 2 or 5 times a power of ten, not below `value`."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return float(next(m * power for m in (1, 2, 5, 10) if m * power >= value))
 
 
 def picture(name: str, alt: str, caption: str = "", page: str = "", folder: Path = FOLDER) -> str:

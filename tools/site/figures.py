@@ -13,21 +13,22 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from html import escape
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
+from shared.draw import figures as draw
+from shared.draw.canvas import Canvas
 from shared.measure.roofline import GPUS
 from tools.site import sources as docs_code
 from tools.site import example
 from tools.site.sources import DocsError
-from tools.site.svg import Canvas
 
 Words = Mapping[str, str]
 Drawing = tuple[Canvas, dict[str, Any]]
 
 NAMES = [*example.CHATS, example.DOCUMENT]
-CELL = 40
 
 
 def html(text: str) -> str:
@@ -53,22 +54,6 @@ def figure(name: str, words: Mapping[str, Words]) -> str:
     )
 
 
-def _owner_of(tables: Mapping[str, list[int]]) -> dict[int, list[tuple[str, int]]]:
-    """Block -> (owner, logical block) for each table that holds it."""
-    owners: dict[int, list[tuple[str, int]]] = {}
-    for name, table in tables.items():
-        for i, block in enumerate(table):
-            owners.setdefault(block, []).append((name, i))
-    return owners
-
-
-def _legend(canvas: Canvas, x: float, y: float, entries: list[tuple[str, str]]) -> None:
-    for colour, words in entries:
-        canvas.rect(x, y - 10, 12, 12, colour, stroke="line" if colour == "free" else "")
-        canvas.text(x + 17, y, words, "small muted")
-        x += 30 + 6.6 * len(words)
-
-
 def _label(name: str, words: Words) -> str:
     return words["document"] if name == example.DOCUMENT else f"{words['chat']} {name}"
 
@@ -79,36 +64,18 @@ def _label(name: str, words: Words) -> str:
 def stall(words: Words) -> Drawing:
     """Tokens of the chats as they come out, with whole prompts and with chunks."""
     first, last, fixed = 8, 22, 45
-    canvas = Canvas(700, 362)
-    left, right = 74, 690
-    scale = None
-    for panel, (stage, title) in enumerate([(3, words["whole"]), (4, words["chunks"])]):
-        top = 20 + panel * 180
+    panels, length = [], 0
+    for stage, title in ((3, words["whole"]), (4, words["chunks"])):
         steps = [s for s in example.run(stage) if s.index >= first][: last - first]
-        if scale is None:
-            scale = (right - left) / sum(fixed + s.num_tokens for s in steps)
-        canvas.text(0, top, title, "strong")
-        for row, name in enumerate(NAMES):
-            y = top + 24 + row * 21
-            canvas.text(0, y + 4, _label(name, words), "small muted")
-            canvas.line(left, y, right, y, "free", 2)
-        x = float(left)
-        bottom = top + 24 + len(NAMES) * 21
-        for step in steps:
-            width = (fixed + step.num_tokens) * scale
-            if x + width > right + 1:
-                break
-            prefill = step.tokens_of(example.DOCUMENT) > 1
-            canvas.rect(x + 0.5, bottom - 4, width - 1, 14, "doc" if prefill else "line", radius=1)
-            if prefill and width > 40:
-                n = step.tokens_of(example.DOCUMENT)
-                canvas.text(x + width / 2, bottom + 25, f"{n:,}", "small muted", "middle")
-            for row, name in enumerate(NAMES):
-                if name in step.sampled:
-                    canvas.circle(x + width, top + 24 + row * 21, 4.2, name)
-            x += width
-        canvas.text(0, bottom + 7, words["steps"], "small muted")
-    return canvas, {}
+        ends = [0, *accumulate(fixed + s.num_tokens for s in steps)]
+        length = length or ends[-1]  # the first panel's, and what fits into it of the second
+        shown = [(s, a, b) for s, (a, b) in zip(steps, pairwise(ends), strict=True) if b <= length]
+        times = {
+            _label(name, words): [b for s, _, b in shown if name in s.sampled] for name in NAMES
+        }
+        prompt = [(a, b, n if (n := s.tokens_of(example.DOCUMENT)) > 1 else 0) for s, a, b in shown]
+        panels.append(draw.Panel(title, times, steps=prompt))
+    return draw.stall(panels, (0, length), 700, steps=words["steps"]), {}
 
 
 def roofline(words: Words) -> Drawing:
@@ -116,104 +83,49 @@ def roofline(words: Words) -> Drawing:
     gpu = GPUS["h100"]
     ridge = gpu.flops / gpu.bandwidth
     canvas = Canvas(640, 270)
-    left, right, top, bottom = 66, 620, 24, 214
-    low, high = 0.0, 13.0  # log2 of tokens
-
-    def x(tokens: float) -> float:
-        return left + (np.log2(tokens) - low) / (high - low) * (right - left)
-
-    def y(share: float) -> float:
-        decades = np.log10(share) / 3  # from 0.1 % to 100 %
-        return top - decades * (bottom - top)
-
-    for share in (1, 0.1, 0.01):
-        canvas.line(left, y(share), right, y(share), "free")
-        canvas.text(left - 8, y(share) + 4, f"{100 * share:g} %", "small muted", "end")
-    canvas.line(left, bottom, right, bottom, "line")
-    for tokens in (1, 4, 16, 64, 256, 1024, 4096):
-        canvas.text(x(tokens), bottom + 18, f"{tokens:,}", "small muted", "middle")
-    canvas.text((left + right) / 2, bottom + 42, words["x"], "small muted", "middle")
-    canvas.path(
-        f"M{x(1):.1f} {y(1 / ridge):.1f}L{x(ridge):.1f} {y(1):.1f}L{right} {y(1):.1f}", "text", 2
+    tokens = [4**n for n in range(7)]
+    chart = draw.Chart(
+        canvas, tokens, [1, 10, 100], (words["x"], ""), True, (1, 2**13), y_span=(0.1, 100), unit=" %"
     )
+    chart.line([(1, 100 / ridge), (ridge, 100), (2**13, 100)], "text", 2)
     points = [
         (4, "A", words["decode"]),
         (256, "doc", words["chunk"]),
         (1500, "doc", words["prompt"]),
     ]
-    for tokens, colour, label in points:
-        share = min(1, tokens / ridge)
-        canvas.circle(x(tokens), y(share), 6, colour)
+    for n, colour, label in points:
+        share = min(1, n / ridge)
+        x, y = chart.x(n), chart.y(100 * share)
+        canvas.circle(x, y, 6, colour)
         if share < 1:  # right of the line, which rises
-            canvas.text(x(tokens) + 12, y(share) + 14, label, "small")
+            canvas.text(x + 12, y + 14, label, "small")
         else:
-            canvas.text(x(tokens), y(share) - 11, label, "small", "middle")
+            canvas.text(x, y - 11, label, "small", "middle")
     return canvas, {"ridge": f"{ridge:.0f}", "decode_share": f"{100 * 4 / ridge:.1f} %"}
 
 
 # --- chapter 1 --------------------------------------------------------------------------------
 
 
-def _pool(canvas: Canvas, top: float, tables: Mapping[str, list[int]], num_blocks: int) -> None:
-    """The pool as a grid: each block with the name and logical number of its owner."""
-    owners, columns = _owner_of(tables), 16
-    for block in range(num_blocks):
-        x, y = 4 + block % columns * CELL, top + block // columns * 27
-        held = owners.get(block, [])
-        title = f"block {block}: " + (", ".join(f"{n} {i}" for n, i in held) or "free")
-        if not held:
-            canvas.rect(x + 1, y + 1, CELL - 2, 25, "free", title=title)
-            canvas.text(x + CELL / 2, y + 17, block, "small muted", "middle")
-            continue
-        name, i = held[0]
-        canvas.rect(x + 1, y + 1, CELL - 2, 25, name if len(held) == 1 else "shared", title=title)
-        label = f"{name[0] if name in example.CHATS else ''}{i}"
-        label = f"×{len(held)}" if len(held) > 1 else label
-        canvas.text(x + CELL / 2, y + 17, label, "small on", "middle")
+def _pool(step: example.Step, num_blocks: int, *entries: tuple[str, str], chat: str) -> Canvas:
+    """The pool before a step, with the chats, and `entries` besides, in the legend."""
+    legend = [*((name.lower(), f"{chat} {name}") for name in example.CHATS), *entries]
+    return draw.pool(step.tables, num_blocks, 648, legend)
 
 
 def pool_before(words: Words) -> Drawing:
     """Stage 01's pool when the document arrives."""
     step = example.before_document(1)
-    canvas = Canvas(648, 256)
-    _legend(
-        canvas,
-        4,
-        16,
-        [*((n, f"{words['chat']} {n}") for n in example.CHATS), ("free", words["free"])],
-    )
-    _pool(canvas, 30, step.tables, example.NUM_BLOCKS)
+    canvas = _pool(step, example.NUM_BLOCKS, ("free", words["free"]), chat=words["chat"])
     return canvas, {"free": step.num_free_blocks}
 
 
 def table_to_pool(words: Words) -> Drawing:
     """Chat A: logical blocks, its table, and where they lie."""
     step = example.before_document(1)
-    table, cached = step.tables["A"], step.cached["A"]
-    canvas = Canvas(680, 214)
-    canvas.text(4, 18, words["logical"], "small muted")
-    size, block_width = example.BLOCK_SIZE, 160
-    for i, _ in enumerate(table):
-        x = 6.0 + i * (block_width + 8)
-        filled = min(size, cached - i * size)
-        for slot in range(size):
-            colour = "A" if slot < filled else "free"
-            canvas.rect(x + slot * 10, 28, 9, 24, colour, radius=1)
-        words_of = f"{i * size} .. {min(cached, (i + 1) * size) - 1}"
-        canvas.text(x + block_width / 2, 68, words_of, "small muted", "middle")
-    canvas.text(4, 196, words["physical"], "small muted")
-    shown = max(max(table) for table in step.tables.values()) + 1
-    width = 668 / shown
-    owners = _owner_of(step.tables)
-    for block in range(shown):
-        name = owners[block][0][0] if block in owners else "free"
-        x = 6 + block * width
-        opacity = 1 if name == "A" else 0.35
-        canvas.rect(x, 142, width - 2, 30, name, opacity=opacity)
-        canvas.text(x + width / 2 - 1, 162, block, "small on" if name == "A" else "small", "middle")
-    for i, block in enumerate(table):
-        x1, x2 = 6 + i * (block_width + 8) + block_width / 2, 6 + (block + 0.5) * width - 1
-        canvas.path(f"M{x1:.1f} 76C{x1:.1f} 112 {x2:.1f} 102 {x2:.1f} 138", "line", 1.4, arrow=True)
+    table, cached, size = step.tables["A"], step.cached["A"], example.BLOCK_SIZE
+    around = words["logical"], words["physical"]
+    canvas = draw.block_table("A", step.tables, cached, size, around, 680)
     return canvas, {"table": str(table), "cached": cached, "last": cached - (len(table) - 1) * size}
 
 
@@ -256,8 +168,7 @@ def waste(words: Words) -> Drawing:
             f"{slots_taken:,} {words['slots']}",
             "small",
         )
-    _legend(
-        canvas,
+    canvas.legend(
         130,
         114,
         [("A", f"{words['used']}: {facts['before_tokens']}"), ("free", words["unused"])],
@@ -272,32 +183,17 @@ def waste(words: Words) -> Drawing:
 
 def _step_grid(stage: int, first: int, last: int, words: Words) -> Canvas:
     """Steps from left to right, sequences from top to bottom; a cell is the tokens of a slice."""
-    steps = example.run(stage)[first : last + 1]
-    width, left = 42, 92
-    canvas = Canvas(left + width * len(steps) + 4, 28 + 26 * len(NAMES) + 26)
-    canvas.text(4, 18, words["step"], "small muted")
-    for i, step in enumerate(steps):
-        x = left + i * width
-        canvas.text(x + width / 2, 18, step.index, "small muted", "middle")
-        for row, name in enumerate(NAMES):
-            y = 28 + row * 26
-            tokens = step.tokens_of(name)
-            if tokens == 0:
-                canvas.rect(x + 1, y, width - 2, 24, "free", opacity=0.55)
-                continue
-            canvas.rect(x + 1, y, width - 2, 24, name, opacity=1 if tokens > 1 else 0.72)
-            canvas.text(x + width / 2, y + 16, f"{tokens:,}", "small on", "middle")
-        canvas.text(
-            x + width / 2,
-            28 + 26 * len(NAMES) + 17,
-            f"{step.num_tokens:,}",
-            "small muted",
-            "middle",
+    columns = [
+        draw.StepColumn(
+            step.index,
+            {name: n for name, _, n in step.slices},
+            [name for name, _, n in step.slices if n > 1],
+            step.preempted,
         )
-    for row, name in enumerate(NAMES):
-        canvas.text(4, 45 + row * 26, _label(name, words), "small")
-    canvas.text(4, 45 + 26 * len(NAMES), words["total"], "small muted")
-    return canvas
+        for step in example.run(stage)[first : last + 1]
+    ]
+    names = {name: _label(name, words) for name in NAMES}
+    return draw.steps(columns, names, (words["step"], words["total"]), 690)
 
 
 def steps_1(words: Words) -> Drawing:
@@ -315,33 +211,23 @@ def gather(words: Words) -> Drawing:
     shown = 20
     canvas = Canvas(680, 226)
     width = 548 / shown
-    owners = _owner_of(step.tables)
-
-    def pool(y: float) -> None:
-        for block in range(shown):
-            name = owners[block][0][0] if block in owners else "free"
-            canvas.rect(
-                124 + block * width, y, width - 2, 26, name, opacity=1 if name == "C" else 0.3
-            )
-            style = "small on" if name == "C" else "small"
-            canvas.text(124 + (block + 0.5) * width - 1, y + 17, block, style, "middle")
-
+    tables = {name: blocks for name, blocks in step.tables.items() if max(blocks) < shown}
     canvas.text(4, 20, words["gather"], "strong")
     canvas.text(4, 52, words["pool"], "small muted")
-    pool(34)
+    middles = draw.block_row(canvas, 124, 34, 548, tables, shown, "C")
     canvas.text(4, 110, words["copy"], "small muted")
     for i, block in enumerate(table):
-        x1, x2 = 124 + (block + 0.5) * width - 1, 260 + (i + 0.5) * (width + 14)
+        x1, x2 = middles[block], 260 + (i + 0.5) * (width + 14)
         canvas.path(f"M{x1:.1f} 62C{x1:.1f} 80 {x2:.1f} 74 {x2:.1f} 90", "line", 1.3, arrow=True)
         canvas.rect(260 + i * (width + 14), 92, width + 12, 26, "C")
         canvas.text(x2, 109, block, "small on", "middle")
     canvas.text(260 + len(table) * (width + 14) + 12, 109, words["sdpa"], "small code")
     canvas.text(4, 156, words["paged"], "strong")
     canvas.text(4, 188, words["pool"], "small muted")
-    pool(170)
+    draw.block_row(canvas, 124, 170, 548, tables, shown, "C")
     for block in table:
-        x = 124 + (block + 0.5) * width - 1
-        canvas.line(x, 212, x, 199, "line", 1.3, arrow=True)
+        x = middles[block]
+        canvas.line(x, 212, x, 201, "line", 1.3, arrow=True)
     canvas.text(4, 218, words["kernel"], "small code")
     return canvas, {"table": str(table), "tokens": step.cached["C"]}
 
@@ -375,7 +261,7 @@ def split_kv(words: Words) -> Drawing:
         canvas.text(middle, 24, label, "small", "middle")
     for w in range(workers):
         x1, x2 = 6 + cuts[w] * scale, 6 + cuts[w + 1] * scale
-        canvas.path(f"M{x1 + 1:.1f} 70v8H{x2 - 1:.1f}v-8", "line", 1.4)
+        canvas.brace(x1 + 1, x2 - 1, 70)
         canvas.text((x1 + x2) / 2, 96, f"{words['worker']} {w}", "small muted", "middle")
         canvas.text(
             (x1 + x2) / 2,
@@ -393,39 +279,24 @@ def split_kv(words: Words) -> Drawing:
 
 def chain(words: Words) -> Drawing:
     """The hashes of the first blocks of chats A and B."""
-    manager = example.rooms(3).block_manager
-    keeper = example.Bookkeeper(3)
-    canvas = Canvas(660, 186)
-    size = example.BLOCK_SIZE
-    for row, name in enumerate("AB"):
+    keeper, hashes, size = example.Bookkeeper(3), {}, example.BLOCK_SIZE
+    for name in "AB":
         tokens = example.prompt(name)
         sequence = example.rooms(3).sequence.Sequence(name, tokens, 1)
         blocks = len(tokens) // size
         for i in range(blocks):  # fills sequence.block_hashes as a lookup does
             keeper.block_manager._content(sequence, i, list(range(blocks)))
-        y = 20 + row * 100
-        canvas.text(4, y + 32, f"{words['chat']} {name}", "small")
-        for i, content_hash in enumerate(sequence.block_hashes):
-            x = 72 + i * 212
-            same = i * size + size <= example.SYSTEM_TOKENS
-            canvas.rect(x, y, 152, 52, "shared" if same else name)
-            start, end = i * size, i * size + size - 1
-            canvas.text(x + 76, y + 21, f"{words['tokens']} {start} .. {end}", "small on", "middle")
-            canvas.text(x + 76, y + 40, content_hash.hex()[:10] + "…", "code on", "middle")
-            if i:
-                canvas.line(x - 58, y + 26, x - 2, y + 26, "line", 1.4, arrow=True)
-                canvas.text(x - 31, y + 18, words["parent"], "small muted", "middle")
-    assert manager.hash_block  # the function that the page embeds
-    return canvas, {}
+        hashes[name] = sequence.block_hashes
+    labels = [f"{words['chat']} {name}" for name in hashes]
+    around = words["tokens"], words["parent"]
+    return draw.chains(hashes, size, labels, 700, around), {}
 
 
 def refs(words: Words) -> Drawing:
     """Stage 03's pool when the document arrives: shared blocks once."""
     step = example.before_document(3)
-    canvas = Canvas(648, 94)
-    entries = [*((n, f"{words['chat']} {n}") for n in example.CHATS), ("shared", words["shared"])]
-    _legend(canvas, 4, 16, [*entries, ("free", words["free"])])
-    _pool(canvas, 30, step.tables, 32)
+    entries = ("shared", words["shared"]), ("free", words["free"])
+    canvas = _pool(step, 32, *entries, chat=words["chat"])
     return canvas, {"held": step.num_held, "held_1": example.facts()["before_blocks"]}
 
 
@@ -462,8 +333,7 @@ def free_queue(words: Words) -> Drawing:
         )
         label = labels.get(block, words["never"]) if published else words["nothing"]
         canvas.text(x + 25, 63, label, "small on" if published else "small muted", "middle")
-    _legend(
-        canvas,
+    canvas.legend(
         4,
         100,
         [
@@ -512,7 +382,7 @@ def states(words: Words) -> Drawing:
     canvas.text(323, 80, words["more"], "small muted", "middle")
     canvas.path("M258 146H122", "warn", 1.3, dashed=True, arrow=True)
     canvas.path("M600 156C580 206 150 206 106 158", "warn", 1.3, dashed=True, arrow=True)
-    canvas.text(436, 210, words["preempted"], "small", "middle", fill="warn")
+    canvas.text(436, 210, words["preempted"], "small warn", "middle")
     canvas.line(652, 156, 652, 266, "line", 1.5, arrow=True)
     canvas.text(646, 240, words["ends"], "small muted", "end")
     canvas.path("M60 156C60 276 260 292 576 292", "line", 1.3, dashed=True, arrow=True)
@@ -543,8 +413,7 @@ def between(words: Words) -> Drawing:
                     canvas.rect(left + k * cell, top + q * cell, cell - 1.5, cell - 1.5, colour)
         canvas.text(left - 6, top + (first + last) / 2 * cell + 4, words["q"], "small muted", "end")
         canvas.text(left + n * cell / 2, top - 8, words["k"], "small muted", "middle")
-    _legend(
-        canvas,
+    canvas.legend(
         30,
         238,
         [("doc", words["own"]), ("shared", words["earlier"]), ("free", words["hidden"])],
@@ -574,10 +443,10 @@ def chunk_boundary(words: Words) -> Drawing:
     for b in (block - 1, block):
         x1 = x(max(b * size, first))
         x2 = x(min((b + 1) * size, first + count)) - 2
-        canvas.path(f"M{x1:.1f} 80v8H{x2:.1f}v-8", "line", 1.4)
+        canvas.brace(x1, x2, 80)
         canvas.text((x1 + x2) / 2, 106, f"{words['block']} {b}", "small", "middle")
     canvas.text(left, 138, words["right"].format(t=chunk, block=block, offset=offset), "small")
-    canvas.text(left, 161, words["wrong"].format(t=chunk), "small", fill="warn")
+    canvas.text(left, 161, words["wrong"].format(t=chunk), "small warn")
     return canvas, {"block": block, "offset": offset, "last_offset": (chunk - 1) % size}
 
 
@@ -587,27 +456,16 @@ def occupancy(words: Words) -> Drawing:
     runs = [(example.run(4), "doc"), (example.run(4, reserve_full_prompt=True), "shared")]
     last = max(index for index, _, _ in example.chunks(runs[0][0], example.DOCUMENT)) + 2
     canvas = Canvas(640, 240)
-    left, right, top, bottom = 50, 626, 30, 196
-
-    def x(index: float) -> float:
-        return left + (index - first) / (last + 1 - first) * (right - left)
-
-    def y(blocks: float) -> float:
-        return bottom - blocks / example.NUM_BLOCKS * (bottom - top)
-
-    for blocks in (0, 32, 64, 96, 128):
-        canvas.line(left, y(blocks), right, y(blocks), "free")
-        canvas.text(left - 8, y(blocks) + 4, blocks, "small muted", "end")
+    chart = draw.Chart(
+        canvas, [], [0, 32, 64, 96, 128], (words["x"], ""), x_span=(first, last + 1)
+    )
     for index in range(first, last + 1):
-        canvas.text(x(index + 0.5), bottom + 18, index, "small muted", "middle")
-    canvas.text((left + right) / 2, bottom + 38, words["x"], "small muted", "middle")
+        x = chart.x(index + 0.5)
+        canvas.text(x, chart.bottom + 18, index, "small muted", "middle")
     for steps, colour in reversed(runs):
-        path = ""
-        for step in steps[first : last + 1]:
-            path += f"{'L' if path else 'M'}{x(step.index):.1f} {y(step.num_held):.1f}"
-            path += f"H{x(step.index + 1):.1f}"
-        canvas.path(path, colour, 2.4)
-    _legend(canvas, left + 4, 20, [("doc", words["chunks"]), ("shared", words["whole"])])
+        held = [(step.index, step.num_held) for step in steps[first : last + 1]]
+        chart.line([*held, (last + 1, held[-1][1])], colour, 2.4, steps=True)
+    canvas.legend(chart.left + 4, 16, [("doc", words["chunks"]), ("shared", words["whole"])])
     at = example.ARRIVALS[example.DOCUMENT]
     return canvas, {
         "chunk_free": runs[0][0][at].num_free_blocks,
@@ -669,13 +527,13 @@ def measures(words: Words) -> Drawing:
         canvas.text(x, y + 24, i + 1, "small muted", "middle")
 
     def brace(x1: float, x2: float, top: float, label: str, colour: str) -> None:
-        canvas.path(f"M{x1 + 2} {top + 8}v-8H{x2 - 2}v8", colour, 1.5)
+        canvas.brace(x1 + 2, x2 - 2, top + 8, -8, colour)
         canvas.text((x1 + x2) / 2, top - 6, label, "small", "middle")
 
     brace(arrival, tokens[0], 36, "TTFT", "line")
     brace(tokens[1], tokens[2], 36, "ITL", "line")
     brace(tokens[3], tokens[4], 36, words["stall"], "warn")
-    canvas.path(f"M{tokens[0] + 2} 106v8H{tokens[-1] - 2}v-8", "line", 1.5)
+    canvas.brace(tokens[0] + 2, tokens[-1] - 2, 106)
     canvas.text((tokens[0] + tokens[-1]) / 2, 134, words["tpot"], "small", "middle")
     return canvas, {}
 

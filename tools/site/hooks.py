@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from shared.draw import palette  # noqa: E402
 from tools.site import lab as docs_lab, macros as docs_macros, viewer as docs_viewer  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -92,7 +93,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for each notebook, a script for each recording, and those of the lab."""
+    """Add the colours, a page for each notebook, a script for each recording, those of the lab."""
     File = importlib.import_module("mkdocs.structure.files").File
     for page, path in notebooks().items():
         file = File.generated(config, page, content=notebook_page(path))
@@ -103,6 +104,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted(docs_viewer.FOLDER.glob("*.json")):
         uri = path.relative_to(ROOT / "docs").with_suffix(".js").as_posix()
         files.append(File.generated(config, uri, content=docs_viewer.script(path)))
+    files.append(File.generated(config, "assets/palette.css", content=palette.stylesheet()))
     scripts, line = docs_lab.scripts(docs_macros.read_data("words"))
     logging.getLogger("mkdocs.lab").info(line)  # without Pyodide the build goes on
     for uri, content in scripts.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # run as a program, it finds its neighbours like the tests do
 
+from shared.draw.tables import markdown  # noqa: E402
 from shared.measure.machine import place  # noqa: E402
 from shared.measure.results import short  # noqa: E402
 from tools.site.bench import FOLDER, load, pick  # noqa: E402
@@ -26,15 +27,15 @@ def table(name: str, title: str, columns: list[str]) -> str:
     results = load(name)
     measures = [results["columns"][column] for column in columns]
     heads = [m["title"] + (f" ({m['unit']})" if m["unit"] else "") for m in measures]
-    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    rows = []
     for row in pick(results, title):
         values = [row["values"].get(column) for column in columns]
         cells = ["–" if value is None else short(value["median"]) for value in values]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+        rows.append([row["name"], *cells])
     where, date = place(results["machine"]), str(results["date"])[:10]
     model = f"{results['model']['name']} in {results['model']['dtype']}"
-    lines += ["", f"<sub>{where}; {model}; {date}; `{results['command']}`</sub>"]
-    return "\n".join(lines) + "\n"
+    below = f"<sub>{where}; {model}; {date}; `{results['command']}`</sub>"
+    return f"{markdown(['', *heads], rows)}\n\n{below}\n"
 
 
 def fill(text: str) -> str:

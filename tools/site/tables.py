@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.draw.tables import markdown
 from shared.models import configs
 from shared.measure.roofline import ModelSize
 from shared.engine.step_time import StepTimeModel
@@ -32,10 +33,8 @@ def table(name: str, words: Mapping[str, Words]) -> str:
     return TABLES[name](words[name])
 
 
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], right: int = 1) -> str:
-    """Columns from the `right`-th on are aligned to the right."""
-    lines = [heads, ["---" if i < right else "--:" for i in range(len(heads))], *rows]
-    return "\n" + "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
+    return f"\n{markdown(heads, rows, left)}\n"
 
 
 # --- shapes of real models --------------------------------------------------------------------
@@ -291,7 +290,7 @@ def chunk_sizes(words: Words) -> str:
         chunks = example.chunks(keeper.steps, "long")
         most = max(step.num_tokens for step in keeper.steps)
         rows.append([f"{size:,}", len(chunks), f"{most:,}", f"{128 * (len(chunks) - 1):,}"])
-    return _markdown(words["heads"], rows, right=0)
+    return _markdown(words["heads"], rows, left=0)
 
 
 def budgets(words: Words) -> str:
@@ -317,7 +316,7 @@ def budgets(words: Words) -> str:
         steps = [example.chunks(keeper.steps, name)[-1][0] for name in ("one", "two")]
         most = max(step.num_tokens for step in keeper.steps)
         rows.append([f"{budget:,}", f"{most:,}", *steps])
-    return _markdown(words["heads"], rows, right=0)
+    return _markdown(words["heads"], rows, left=0)
 
 
 def target(words: Words) -> str:
@@ -346,7 +345,7 @@ def target(words: Words) -> str:
         if keeper.sequences.get("long") in batch.sampling:
             break
     shown: list[list[object]] = [*rows[:8], ["…", "", "", ""], *rows[-4:]]
-    return _markdown(words["heads"], shown, right=0)
+    return _markdown(words["heads"], shown, left=0)
 
 
 def abort(words: Words) -> str:
@@ -364,7 +363,7 @@ def abort(words: Words) -> str:
                 state = step.states[example.DOCUMENT].upper()
                 held = len(step.tables[example.DOCUMENT])
                 rows.append([f"{words['step']} {index}", state, held, step.num_free_blocks])
-    return _markdown(words["heads"], rows, right=2)
+    return _markdown(words["heads"], rows, left=2)
 
 
 def metadata(words: Words) -> str:
