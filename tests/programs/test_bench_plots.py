@@ -16,6 +16,7 @@ from PIL import Image
 from shared.bench import __main__ as program
 from shared.bench import plots
 from shared.draw import picture
+from shared.draw.palette import LIGHT, THEMES
 from shared.measure.metrics import MEASURES
 from tools.site.bench import FOLDER
 
@@ -174,7 +175,7 @@ def painted(name: str, content: Any = None) -> Figure:
     """The figure of a picture, before it is a file."""
     one = next(one for one in plots.PICTURES if one.name == name)
     figure = Figure(figsize=(picture.WIDTH, one.height), layout="constrained")
-    one.paint(figure, picture.LIGHT, content or RESULTS[one.benchmark])
+    one.paint(figure, LIGHT, content or RESULTS[one.benchmark])
     return figure
 
 
@@ -185,7 +186,7 @@ def test_every_picture_in_both_variants(write: Write, capsys: pytest.CaptureFixt
     assert captured.err == "" and "skipped" not in captured.out
     for one in plots.PICTURES:
         corners = []
-        for theme in picture.THEMES:
+        for theme in THEMES:
             path = folder / f"{one.name}-{theme['name']}.png"
             assert f"written: {path}" in captured.out
             assert 5_000 < path.stat().st_size < 80_000
@@ -198,7 +199,7 @@ def test_every_picture_in_both_variants(write: Write, capsys: pytest.CaptureFixt
                 place = ["simulated: llama-3.1-8b on H100 SXM"]
             for part in (*place, "2030-01-02", "abc1234567", "--seed"):
                 assert part in image.text["Description"].replace("\N{NO-BREAK SPACE}", " ")
-        assert corners == [theme["background"] for theme in picture.THEMES]
+        assert corners == [theme["background"] for theme in THEMES]
 
 
 LABELS = {
