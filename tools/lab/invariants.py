@@ -21,10 +21,10 @@ ROWS = {
     "table": (1, "exactly as many blocks"),
     "order": (1, "are in arrival order"),
     "ends": (1, "gives the blocks back"),
-    "behind": (2, "behind the end of a context"),
+    "behind": (2, "beyond the end of a context"),
     "refs": (3, "reference count is"),
     "published": (3, "What is published is in the cache"),
-    "name": (3, "A reused block has lost its name"),
+    "name": (3, "A reused block has lost its hash"),
     "full": (3, "Only full blocks are shared"),
     "parent": (3, "The parent of a published block"),
     "twice": (3, "No content is published twice"),
@@ -34,7 +34,7 @@ ROWS = {
     "samples": (4, "Only the last chunk samples"),
     "budget": (4, "Between two tokens of a stream"),
     "seat": (4, "A PREFILLING sequence counts"),
-    "youngest": (4, "Blocks flow from the youngest"),
+    "youngest": (4, "The youngest is preempted in favour"),
 }
 
 
