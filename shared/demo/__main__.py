@@ -75,7 +75,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--document-tokens",
         type=whole(MIN_DOCUMENT, 100_000),
-        help="about how long the document is (default 3000, or what the model has room for)",
+        help="prompt tokens of the document (default 3000, or what the model has room for)",
     )
     parser.add_argument(
         "--max-tokens", type=whole(16, 10_000), default=112, help="of each chat (default 112)"
@@ -144,19 +144,20 @@ def prepare(loaded: LoadedModel, args: argparse.Namespace) -> list[Arrival]:
     Raises:
         OutOfRange: it has no room for what was asked.
     """
-    from shared.measure.episode import SUMMARY_TOKENS, build_arrivals, task_tokens
+    from shared.measure.episode import SUMMARY_TOKENS, build_arrivals
     from shared.models import inspect_model
 
     model, tokenizer = loaded
     context = inspect_model(model).max_model_len
-    room = context - task_tokens(tokenizer) - SUMMARY_TOKENS
+    room = context - SUMMARY_TOKENS
     document_tokens = min(3000, room) if args.document_tokens is None else args.document_tokens
     if not MIN_DOCUMENT <= document_tokens <= room:
         raise OutOfRange(
             f"argument --document-tokens: this model's context of {context} tokens allows "
             f"{MIN_DOCUMENT} to {room}, got {document_tokens}"
         )
-    arrivals = build_arrivals(tokenizer, document_tokens, args.max_tokens)
+    before_document = args.max_tokens // 4
+    arrivals = build_arrivals(tokenizer, document_tokens, args.max_tokens, before_document)
     room = context - max(len(a.prompt_token_ids) for a in arrivals if not a.is_document)
     if args.max_tokens > room:
         raise OutOfRange(

@@ -258,9 +258,16 @@ class EngineBase:
             self._finish(s.sequence.request_id, "error", self.clock())
 
     def _hand_out(self, requests: list[Request], sampled: list[SampledToken], now: float) -> None:
-        """Give each request its token; end those for which it was the last."""
+        """Give each request its token; end those for which it was the last.
+
+        A tokenizer that fails to decode a token ends only the request that has it, as an error.
+        """
         for request, token in zip(requests, sampled, strict=True):
-            reason = request.append(token, now)
+            try:
+                reason = request.append(token, now)
+            except Exception:
+                logger.exception("no text for token %d; its request ends", token.token_id)
+                reason = "error"
             if reason:
                 self._finish(request.request_id, reason, now)
             else:

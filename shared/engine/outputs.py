@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -212,7 +213,8 @@ class Request:
         The text that was held back is let go.
         """
         if not self.finished:
-            self._add_text(self._detokenizer.flush(), may_stop=False)
+            with suppress(Exception):  # a tokenizer that has failed may fail again
+                self._add_text(self._detokenizer.flush(), may_stop=False)
             self._end(reason, now)
 
     def output(self) -> RequestOutput:

@@ -17,28 +17,14 @@ from shared.engine.outputs import RequestOutput
 from shared.engine.prompts import chat_prompt
 from shared.engine.sampling_params import SamplingParams
 
-from . import agreement
+from . import agreement, example
 from .metrics import Stall, decode_stall
 
 DOCUMENT = "document"  # its request id; the chats are A, B, C and D
 
-# Long enough for whole blocks of it to be found in the prefix cache.
-SYSTEM = (
-    "You are a storyteller. Tell the story that you are asked for slowly, in long and calm "
-    "sentences, say what people see and hear and think, and do not hurry to its end."
-)
-STORIES = {
-    "A": "a lighthouse and a letter",
-    "B": "a fox who learns to read",
-    "C": "a night train in the desert",
-    "D": "a baker and her old oven",
-}
-TASK = (
-    "Here are pages of the Python language reference.\n\n{}\n\nSummarize them in a few sentences."
-)
 SUMMARY_TOKENS = 48
 
-# What the document is about; of the others, the longest that still fit fill it up.
+# What the document is about; more topics follow, the longest first, until it is long enough.
 TOPICS = ("exceptions", "try", "raise", "with", "context-managers")
 
 
@@ -70,62 +56,80 @@ class Arrival:
         return self.name == DOCUMENT
 
 
-def build_arrivals(tokenizer: Any, document_tokens: int, max_tokens: int) -> list[Arrival]:
+def build_arrivals(
+    tokenizer: Any,
+    document_tokens: int,
+    max_tokens: int,
+    before_document: int = example.BEFORE_DOCUMENT,
+) -> list[Arrival]:
     """The chats, each a little after the one before, and the document once all of them stream.
 
     Args:
-        document_tokens: most tokens of the document, see `document_text`.
-        max_tokens: tokens of each chat, exactly: no end-of-sequence token ends it.
+        document_tokens: of the document's prompt, exactly.
+        max_tokens: of each chat, exactly: no end-of-sequence token ends it.
+        before_document: tokens that chat D has when the document arrives.
+
+    Raises:
+        ValueError: the document is too short for its own question.
     """
     arrivals: list[Arrival] = []
-    for name, story in STORIES.items():
-        messages = [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"Tell me a story about {story}."},
-        ]
+    for name, story in example.STORIES.items():
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        after = 2 if arrivals else 0  # A has left the common prompt in the cache by then
-        arrivals.append(Arrival(name, story, _encode(tokenizer, messages), params, after))
-    text = document_text(tokenizer, document_tokens)
-    prompt = _encode(tokenizer, [{"role": "user", "content": TASK.format(text)}])
+        prompt = _encode(tokenizer, f"{example.LEAD} {story}")
+        after = example.BETWEEN_CHATS if arrivals else 0
+        arrivals.append(Arrival(name, story, prompt, params, after))
     params = SamplingParams(temperature=0, max_tokens=SUMMARY_TOKENS)
     title = "pages of the Python reference, to summarize"
-    return [*arrivals, Arrival(DOCUMENT, title, prompt, params, after=max_tokens // 4)]
+    prompt = document_prompt(tokenizer, document_tokens)
+    return [*arrivals, Arrival(DOCUMENT, title, prompt, params, before_document)]
 
 
-def document_text(tokenizer: Any, num_tokens: int) -> str:
-    """Real text of at most `num_tokens` tokens: whole topics of the reference in every Python.
+def document_prompt(tokenizer: Any, num_tokens: int) -> list[int]:
+    """A prompt of `num_tokens` tokens: the question, and real text that is cut off at its end.
 
-    The topics differ a little between versions of Python, and so does the document.
+    Raises:
+        ValueError: `num_tokens` leaves no room for the document.
+    """
+    question = f"{example.LEAD} {example.TASK}"
+    ends = [_encode(tokenizer, question + letter)[::-1] for letter in "ab"]
+    tail = next(i for i, (a, b) in enumerate(zip(*ends, strict=False)) if a != b)
+    if num_tokens <= len(ends[0]):
+        raise ValueError(f"{num_tokens} tokens are not enough: the question has {len(ends[0])}")
+    whole: list[int] = []
+    num_chars = 6 * num_tokens
+    while len(whole) < num_tokens:  # a token hardly ever has more than six characters
+        whole = _encode(tokenizer, question + document_text(num_chars))
+        num_chars *= 2
+    return whole[: num_tokens - tail] + whole[len(whole) - tail :]
+
+
+def document_text(num_chars: int) -> str:
+    """At least `num_chars` characters of the language reference that comes with Python.
+
+    Its topics differ a little between versions of Python, and so does the text.
     """
     from pydoc_data.topics import topics
 
     names = [name for name in TOPICS if name in topics]
     others = [name for name in sorted(topics) if name not in names]
     names += sorted(others, key=lambda name: -len(topics[name]))
-    chosen: list[str] = []
+    text = ""
     for name in names:
-        topic = topics[name].strip() + "\n\n"
-        # Long ones are not even counted: a token hardly ever has more than six characters.
-        if len(topic) <= 6 * num_tokens:
-            length = len(tokenizer.encode(topic, add_special_tokens=False, verbose=False))
-            length += 1  # its last line break may split differently before the next topic
-            if length <= num_tokens:
-                chosen.append(topic)
-                num_tokens -= length
-    return "".join(chosen).strip()
+        if len(text) < num_chars:
+            text += topics[name].strip() + "\n\n"
+    while len(text) < num_chars:
+        text += text
+    return text
 
 
-def task_tokens(tokenizer: Any) -> int:
-    """Tokens that the document's request has beside the document, at most."""
-    spare = 4  # text may split differently where the document begins and ends
-    return len(_encode(tokenizer, [{"role": "user", "content": TASK.format("")}])) + spare
-
-
-def _encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+def _encode(tokenizer: Any, request: str) -> list[int]:
+    """Token ids of a conversation that begins with the common system prompt."""
     if not tokenizer.chat_template:
-        text = "\n\n".join(message["content"] for message in messages) + "\n\n"
-        return tokenizer.encode(text)
+        return tokenizer.encode(f"{example.SYSTEM}\n\n{request}\n\n")
+    messages = [
+        {"role": "system", "content": example.SYSTEM},
+        {"role": "user", "content": request},
+    ]
     prompt = chat_prompt(tokenizer, messages)
     assert isinstance(prompt, list)
     return prompt

@@ -272,7 +272,7 @@ def example(
     max_tokens: int = 24,
     document_tokens: int = 1024,
 ) -> Workload:
-    """The course's running example: chats with a common system prompt, then a long document.
+    """Chats with a common system prompt, then a long document: the running example, other sizes.
 
     The other chats come with the first token of the first one, whose system prompt is in the cache
     by then; the document when the last chat has a sixth of its answer.

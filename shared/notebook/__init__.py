@@ -18,6 +18,7 @@ from transformers.utils import logging
 from shared.engine.trace import Trace
 from shared.measure import results
 from shared.measure.episode import DOCUMENT, Arrival, Episode, build_arrivals, serve
+from shared.measure.example import DOCUMENT_TOKENS
 from shared.measure.machine import machine_facts, place, timed
 from shared.models import LoadedModel, load_model
 
@@ -54,7 +55,9 @@ def machine(model: Any) -> str:
     return f"{place(facts)}; torch {torch.__version__}, {dtype}"
 
 
-def example(tokenizer: Any, document_tokens: int = 1300, max_tokens: int = 64) -> list[Arrival]:
+def example(
+    tokenizer: Any, document_tokens: int = DOCUMENT_TOKENS, max_tokens: int = 64
+) -> list[Arrival]:
     """The course's running example: chats A to D, then the document, as the demo builds them.
 
     Raises TypeError or ValueError for what is no tokenizer or no number of tokens.

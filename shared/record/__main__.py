@@ -49,6 +49,7 @@ from shared.engine import files
 from shared.engine.outputs import RequestOutput
 from shared.engine.trace import StepRecord, Trace
 from shared.measure.episode import Arrival, build_arrivals, has, warm_up
+from shared.measure.example import DOCUMENT_TOKENS
 from shared.measure.machine import machine_facts
 from shared.programs.program import Parser, finish
 from shared.stages import load_stage
@@ -60,7 +61,6 @@ MAX_BYTES = 300_000
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = {"example": 140, "crowded": 108}
-DOCUMENT_TOKENS = 1400
 MAX_TOKENS = 72  # of each chat
 AGAIN = "document again"
 TITLES = {"smollm2": "SmolLM2-135M-Instruct"}

@@ -201,6 +201,32 @@ def test_A3_logits_that_are_no_numbers(make_engine: MakeEngine, tiny: Any) -> No
     expect(ended, ("error", []), "reason and tokens of a request whose logits were NaN.", engine)
 
 
+def test_A3_a_tokenizer_that_fails_ends_its_own_request_only(
+    make_engine: MakeEngine, tiny: Any
+) -> None:
+    """The text of one request's third token cannot be had; the one behind it loses no token."""
+    engine = make_engine()
+    prompts = [make_prompt(6, seed=n) for n in range(3)]
+    bad = reference_tokens(tiny[0], prompts[1], 3)[2]
+
+    class Failing:
+        """Decodes as the real tokenizer does, all tokens but one."""
+
+        def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+            if bad in token_ids:
+                raise RuntimeError(f"no piece for token {bad}")
+            return str(tiny[1].decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    engine.tokenizer = Failing()
+    ids = [engine.add_request(prompt, greedy(6)) for prompt in prompts]
+    outputs = drain(engine)
+    ended = [outputs[request_id][-1].finish_reason for request_id in ids]
+    expect(ended, ["length", "error", "length"], "how the three end.", engine)
+    for request_id in (ids[0], ids[2]):
+        check_reference(outputs[request_id][-1], tiny, 6, engine)
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_step_that_is_interrupted_can_be_made_again(
     make_engine: MakeEngine, tiny: Any, after: int

@@ -262,6 +262,16 @@ def shell_commands() -> Iterator[tuple[str, str]]:
                     yield path.name, command
 
 
+def test_what_listings_import_is_there() -> None:
+    found = 0
+    for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for block in re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.M | re.S):
+            for line in re.findall(r"^from shared[\w.]* import [\w, ]+$", block, re.M):
+                exec(line, {})
+                found += 1
+    assert found > 1
+
+
 def test_commands_exist() -> None:
     commands = list(shell_commands())
     assert len(commands) > 40, "the shell commands were not found"

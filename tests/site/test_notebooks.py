@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -50,6 +51,17 @@ def test_it_was_run_from_top_to_bottom(path: Path) -> None:
     counts = [cell["execution_count"] for cell in cells]
     assert counts == list(range(1, len(cells) + 1))
     assert sum(bool(cell["outputs"]) for cell in cells) > len(cells) // 2
+
+
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
+def test_what_it_imports_is_there(path: Path) -> None:
+    found = 0
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.ImportFrom):
+                exec(ast.unparse(node), {})
+                found += 1
+    assert found > 3
 
 
 @pytest.mark.parametrize("path", PATHS, ids=NAMES)

@@ -18,16 +18,22 @@ from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from shared.measure.example import (
+    BEFORE_DOCUMENT,
+    BETWEEN_CHATS,
+    CHATS,
+    DOCUMENT_TOKENS,
+    SYSTEM_TOKENS,
+)
 from tools.site.sources import ROOT, stage_folder
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
 CHUNK_SIZE = 256
-SYSTEM_TOKENS = 40  # of the common system prompt: two blocks and a half
-CHATS = {"A": 47, "B": 53, "C": 61, "D": 70}  # prompt tokens, those of the system prompt included
 DOCUMENT = "doc"
-DOCUMENT_TOKENS = 1500
-ARRIVALS = {"A": 0, "B": 2, "C": 4, "D": 6, DOCUMENT: 12}  # the step before which each one comes
+# The step before which each one comes: one token a step.
+ARRIVALS = {name: i * BETWEEN_CHATS for i, name in enumerate(CHATS)}
+ARRIVALS[DOCUMENT] = ARRIVALS["D"] + BEFORE_DOCUMENT
 MAX_TOKENS = {"A": 40, "B": 40, "C": 40, "D": 40, DOCUMENT: 8}
 OPTIONS = {
     "block_size": BLOCK_SIZE,
