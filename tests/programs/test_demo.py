@@ -16,7 +16,6 @@ from rich.console import Console
 from shared import load_stage
 from shared.demo.__main__ import main, make_engine
 from shared.demo.view import LiveView, results
-from shared.draw.gaps import plot_gaps
 from shared.engine.outputs import RequestMetrics, RequestOutput
 from shared.measure import example
 from shared.measure.episode import (
@@ -85,7 +84,7 @@ def test_plain_demo(
     assert "The texts of all five requests are the same in both stages." in stage_04
     path = Path(re.search(r"^picture: (.*)$", stage_04, re.MULTILINE)[1])
     assert path.parent == tmp_path.resolve()
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_stages_and_a_single_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -442,14 +441,6 @@ def test_the_longest_gap_is_of_the_chats_alone() -> None:
     episode.outputs[DOCUMENT].metrics.token_times[1] += 100
     assert episode.longest_gap.seconds == 2.0
     assert len(episode.gaps) == 8
-
-
-def test_a_picture_of_one_and_of_four(tmp_path: Path) -> None:
-    episode = episode_of("stage 03", [1.0, 2.0, 9.0, 31.0], first_token=30.0)
-    for count in (1, 4):
-        plot_gaps([episode] * count, tmp_path / f"{count}.png")
-    sizes = [(tmp_path / f"{count}.png").stat().st_size for count in (1, 4)]
-    assert 10_000 < sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize(
