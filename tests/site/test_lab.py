@@ -7,8 +7,10 @@ serves all tests that do not need another.
 from __future__ import annotations
 
 import functools
+import html
 import http.server
 import random
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.draw.palette import stylesheet
 from shared.engine.step_time import Chunk
 from shared.measure import roofline
 from shared.models import configs
@@ -25,8 +28,7 @@ from tools.lab import drive, faults, invariants, pyodide, questions
 from tools.lab import page as lab_page
 from tools.lab.faults import FAULTS
 from tools.lab.presets import PRESETS
-from shared.draw.palette import stylesheet
-from tools.site import example
+from tools.site import example, hero
 from tools.site import lab as docs_lab
 from tools.site import macros as docs_macros
 
@@ -165,6 +167,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     words = docs_macros.read_data("words")
     shutil.copytree(ASSETS, folder / "assets", ignore=shutil.ignore_patterns("vendor", "bench"))
+    (folder / "assets" / "palette.css").write_text(stylesheet())
     scripts, line = docs_lab.scripts(words)
     if "no Pyodide" in line:
         pytest.skip(line)
@@ -176,6 +179,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, data in pages.items():
         element = docs_lab.element(kind, words["lab"], **data)
         (folder / f"{kind}.html").write_text(PAGE.format(element), encoding="utf-8")
+    element = hero.element(words["hero"])
+    (folder / "hero.html").write_text(PAGE.format(element), encoding="utf-8")
     return folder
 
 
@@ -486,3 +491,76 @@ def test_the_roofline_stepper_and_the_roofline_agree(steppers: Any) -> None:
             work = 2 * size.linear / (gpu.flops * line.flop_share)
             assert (there["batch"] - 1) * work < weights <= there["batch"] * work
     assert steppers.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+# --- the hero ---------------------------------------------------------------------------------
+
+
+def hero_page(browser: Any, site: Path, **how: Any) -> Any:
+    page = browser.new_context(viewport={"width": 1280, "height": 900}, **how).new_page()
+    page.goto((site / "hero.html").as_uri())
+    return page
+
+
+LINES = "[...document.querySelectorAll('.hero__text')].map(line => line.textContent)"
+
+
+def test_the_hero_shows_what_was_recorded_when_it_was(browser: Any, site: Path) -> None:
+    page = hero_page(browser, site)
+    page.wait_for_selector(".hero[data-ready]")
+    page.click(".hero button")  # it plays by itself: now it stands
+    left, right = hero.sides()
+    _, start, end = left.wait
+    for time in (-0.2, start + 0.01, (start + end) / 2, end + 0.01, hero.last(hero.sides())):
+        page.evaluate("time => document.querySelector('.hero').hero.show(time)", time)
+        expected = [
+            hero.text_at(tokens, time)
+            or ("computing its prompt" if name == hero.DOCUMENT and time >= 0 else "")
+            for one in (left, right)
+            for name, tokens in zip(one.names, one.tokens, strict=True)
+        ]
+        assert page.evaluate(LINES) == expected
+    # In the middle of the stall the left chats wait, those on the right do not.
+    page.evaluate("time => document.querySelector('.hero').hero.show(time)", (start + end) / 2)
+    waits = page.locator(".hero__side").evaluate_all(
+        "sides => sides.map(side => side.querySelectorAll('.waits').length)"
+    )
+    assert waits == [4, 0]
+    page.context.close()
+
+
+def test_the_hero_moves_and_stands_when_asked(browser: Any, site: Path) -> None:
+    page = hero_page(browser, site)
+    page.wait_for_function("document.querySelector('.hero')?.dataset.time > 0")
+    page.focus(".hero button")
+    page.keyboard.press("Enter")
+    assert page.inner_text(".hero button") == "Play"
+    before = page.evaluate("document.querySelector('.hero').dataset.time")
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.querySelector('.hero').dataset.time") == before
+    page.context.close()
+
+
+@pytest.mark.parametrize("how", [{"reduced_motion": "reduce"}, {"java_script_enabled": False}])
+def test_the_still_is_the_stall(browser: Any, site: Path, how: dict[str, Any]) -> None:
+    """For those who want no motion, and where scripts are off: a picture, in the page's markup."""
+    page = hero_page(browser, site, **how)
+    page.wait_for_timeout(300)
+    left, right = hero.sides()
+    now = hero.freeze(hero.sides())
+    texts = page.locator(".hero__text").all_text_contents()
+    chats = [hero.text_at(tokens, now) for one in (left, right) for tokens in one.tokens[:4]]
+    assert texts[:4] + texts[5:9] == chats and all(chats)
+    assert all(len(a) < len(b) for a, b in zip(texts[:4], texts[5:9], strict=True))
+    assert page.locator(".hero__line.waits").count() == 4
+    assert page.locator(".hero button").count() == ("reduced_motion" in how)
+    page.context.close()
+
+
+def test_the_readmes_pictures_are_those_of_the_recordings() -> None:
+    for path, content in hero.pictures(docs_macros.read_data("words")["hero"]).items():
+        assert path.read_text(encoding="utf-8") == content, "run python -m tools.site.hero"
+        said = "".join(re.findall(r">([^<]+)</text>", html.unescape(content))).replace(" ", "")
+        for one in hero.sides():
+            assert hero.text_at(one.tokens[0], 0).replace(" ", "")[:40] in said
+        assert ("@keyframes" in content) != path.stem.endswith("still")

@@ -21,6 +21,7 @@ from tools.site import (  # noqa: E402
     bench as docs_bench,
     example as docs_example,
     figures as docs_figures,
+    hero as docs_hero,
     lab as docs_lab,
     sources as docs_code,
     tables as docs_tables,
@@ -133,6 +134,11 @@ def define_env(env: Any) -> None:
     def lab(kind: str, **data: str) -> str:
         """A part of the lab; with `open="yes"` it opens by itself."""
         return docs_lab.element(kind, words()["lab"], **data)
+
+    @env.macro
+    def hero() -> str:
+        """The replay that opens the home page."""
+        return docs_hero.element(words()["hero"])
 
     @env.macro
     def trace_viewer() -> str:

@@ -30,7 +30,7 @@
     root.dataset.started = "";
     const kind = root.dataset.lab;
     try {
-      await load("lab/lab.css");
+      if (kind !== "hero") await load("lab/lab.css");
       for (const name of NEEDS[kind]) await load(name);
       await window.miniVllmLab.script?.("course.js");
       window.miniVllmLab.kinds[kind](root);
