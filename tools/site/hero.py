@@ -59,19 +59,19 @@ def side(name: str) -> Side:
     tokens: list[list[tuple[float, str]]] = [[] for _ in names]
     computed = []
     for step in content["steps"]:
-        end = round(step["end"] - zero, 3)
-        for r, start, count in step["slices"]:
+        at = round(step["end"] - zero, 3)
+        for r, first, count in step["slices"]:
             if r == doc and not tokens[doc]:
-                computed.append((end, start + count))
+                computed.append((at, first + count))
         for r, text in step.get("sampled", []):
-            tokens[r].append((end, text))
+            tokens[r].append((at, text))
     gaps = [
         (b[0] - a[0], r, a[0], b[0])
         for r, each in enumerate(tokens)
         if r != doc
         for a, b in zip(each, each[1:], strict=False)
     ]
-    _, *longest = max(gaps)
+    _, chat, start, end = max(gaps)
     return Side(
         content["stage"],
         content["chunk_size"],
@@ -79,7 +79,7 @@ def side(name: str) -> Side:
         tokens,
         computed,
         content["requests"][doc]["prompt_tokens"],
-        (longest[0], longest[1], longest[2]),
+        (chat, start, end),
         tokens[doc][0][0],
     )
 
