@@ -1,6 +1,6 @@
 """How fast decode attention reads the KV cache: context x batch x backend, and a whole step.
 
-The backends are those of stage 02; beside them dense attention on K and V that lie contiguously,
+The backends are those of stage 02, and dense attention on K and V that are contiguous,
 which no paging can beat by much, and the machine's copy bandwidth, measured in the same run. The
 last table is a whole decode step of the model in stages 01 and 02.
 """

@@ -1,6 +1,6 @@
 """What the bookkeeping costs by itself: schedulers and block managers, without any model.
 
-A step of 256 decodes is scheduled and committed with nobody and with 10,000 requests waiting: it
+A step of 256 decodes is scheduled and committed with no and with 10,000 requests waiting: it
 may not matter how many wait. A million tokens go through the block manager of stage 03, in pools of
 1,000 to 1,000,000 blocks: it may not matter how large the pool is.
 
@@ -107,14 +107,14 @@ def scheduler_steps(
             prompt = [rng.randrange(50_000) for _ in range(prompt_len)]
             scheduler.add(stage.sequence.Sequence(f"{first + i}", prompt, 1 << 19))
 
-    # 1. Everybody who has a seat gets through prefill.
+    # 1. All sequences that fit into the batch are prefilled.
     add(num_running, 0)
     while True:
         batch = scheduler.schedule()
         scheduler.commit(batch, [rng.randrange(50_000) for _ in batch.sampling])
         if sum(s.num_tokens for s in batch.slices) == len(batch.sampling) == num_running:
             break
-    # 2. The others wait for a seat, all the time.
+    # 2. The others keep waiting.
     add(num_waiting, num_running)
     tokens = [[rng.randrange(50_000) for _ in range(num_running)] for _ in range(num_steps)]
     seconds = []

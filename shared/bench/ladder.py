@@ -34,7 +34,7 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "--concurrency",
         type=whole(1, 1000),
-        help="closed loop: so many requests under way at once (default: open loop)",
+        help="closed loop: this many requests run at once (default: open loop)",
     )
     parser.add_argument("--rows", nargs="+", choices=tuple(NAMES), default=list(NAMES))
 

@@ -25,7 +25,7 @@ def add_common(parser: Parser) -> None:
 
 
 def add_stages(parser: Parser, default: list[int]) -> None:
-    """Which stages; `default` if nobody says."""
+    """Which stages; `default` if none are named."""
     parser.add_argument(
         *("--stages", "-s"),
         type=int,
@@ -42,7 +42,7 @@ def sizes(args: argparse.Namespace, full: dict[str, Any], quick: dict[str, Any])
 
 
 def clean_command(argv: list[str]) -> str:
-    """The command as typed, without folders: results name no place on anybody's machine."""
+    """The command as typed, without folders: results name no path of a machine."""
     words = ["python", "-m", "shared.bench"]
     skip = False
     for word in argv:

@@ -1,7 +1,7 @@
 """What the prefix cache saves when prompts begin alike, and what it costs when they do not.
 
 (a) Questions about one document, one after another, in stages 02 and 03, and the bare forward of
-the question's own tokens behind the document, which nobody could beat. (b) Prompts with nothing in
+the question's own tokens after the document, which is a lower bound. (b) Prompts with nothing in
 common: stages 02 and 03 should be alike. (c) The block manager by itself.
 """
 

@@ -42,7 +42,7 @@ def runners(
 ) -> dict[str, Runner]:
     """A function for each row that serves `workload` once, warmed up.
 
-    Into the KV cache of `generate_batch` nobody looks: waste, peak and hit rate stay blank.
+    The KV cache of `generate_batch` is not inspected: waste, peak and hit rate stay blank.
     """
     made = {name: _runner(session, workload, name, concurrency) for name in names}
     for name in made:

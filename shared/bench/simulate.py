@@ -98,7 +98,7 @@ def run(session: Session) -> None:
             f"{roofline.gpu.flops / 1e12:.0f} TFLOP/s and {roofline.gpu.bandwidth / 1e12:.2f} TB/s "
             f"by the data sheet, of which {100 * roofline.flop_share:.0f} % and "
             f"{100 * roofline.byte_share:.0f} % are assumed to be reached, and "
-            f"{roofline.overhead * metrics.MS:g} ms in each step besides; {num_blocks} blocks."
+            f"{roofline.overhead * metrics.MS:g} ms of overhead in each step; {num_blocks} blocks."
         )
     if "a" in args.parts:
         prediction(session, size)

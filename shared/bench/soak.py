@@ -8,7 +8,7 @@ model computes, too, and fewer requests come.
 
 Whenever an engine has become idle, all blocks must be free and no sequence and no request may live
 on. In between, every token must be the one of its place, every request must end once and for the
-right reason, and nobody may wait for ever: the oldest request gets on in every step, or in every
+right reason, and none may wait forever: the oldest request advances in every step, or in every
 other one where whole prompts are steps of their own.
 
 Above its lowest after a quarter of the requests, resident memory may grow by no more than `SLACK`
@@ -52,7 +52,7 @@ LONGEST_PROMPT, MOST_TOKENS = 40, 12
 STOP_TOKEN_IDS = list(range(60))
 SALTS = ("", "a", "b")
 STATES = ("waiting", "prefilling", "running", "preempted")  # when they are aborted
-# Before and after these calls of a step somebody may be aborted. None is the engine.
+# Before and after these calls of a step a request may be aborted. None is the engine.
 POINTS = (
     ("scheduler", "schedule"),
     ("model_runner", "run"),
@@ -134,7 +134,7 @@ class Soak:
             self.abort_around(getattr(self.engine, part) if part else self.engine, method)
 
     def abort_around(self, owner: Any, method: str) -> None:
-        """Abort somebody, now and then, before or after each call of `owner.method`."""
+        """Abort a request, now and then, before or after each call of `owner.method`."""
         original = getattr(owner, method)
 
         def around(*args: Any) -> Any:
@@ -146,7 +146,7 @@ class Soak:
         setattr(owner, method, around)
 
     def abort_in_step(self) -> None:
-        """With a small chance, end somebody while a step runs, from this thread or another."""
+        """With a small chance, abort a request while a step runs, from this thread or another."""
         if self.rng.random() > ABORT_CHANCE:
             return
         live = [name for name in self.expected if name not in self.aborted]
@@ -162,12 +162,12 @@ class Soak:
             thread.join(timeout=60)
             if not answers:
                 raise Lost(f"abort_request({name!r}) waits for the step, in another thread")
-        if answers[0]:  # else it has ended, and its last output is under way
+        if answers[0]:  # else it has ended, and its last output is on its way
             self.aborted.add(name)
             self.seen["in a step"] += 1
 
     def round(self, num_requests: int) -> None:
-        """Serve so many requests to their ends; the engine is idle afterwards."""
+        """Serve that many requests to their ends; the engine is idle afterwards."""
         left = num_requests
         while left:
             for _ in range(min(left, self.rng.choice([1, 1, 1, 2, 5, 20]))):
@@ -230,7 +230,7 @@ class Soak:
         self.seen["streams"] += 1
 
     def abort(self) -> None:
-        """End somebody, of a few the one whose state was aborted least often so far."""
+        """Abort a request: of a few, the one whose state was aborted least often so far."""
         live = [name for name in self.expected if name not in self.aborted]
         states = {name: self.state(name) for name in self.rng.sample(live, min(8, len(live)))}
         states = {name: state for name, state in states.items() if state}

@@ -96,7 +96,7 @@ def block_sizes(
 def pool_sizes(
     session: Session, workload: workloads.Workload, percents: list[int], rounds: int
 ) -> None:
-    """Preemptions against throughput, from a pool that hardly fits anybody to one for all."""
+    """Preemptions against throughput, from a pool that is almost too small to one for all."""
     report, stage = session.report, session.args.stage
     report.workloads["chat, long answers"] = workload.summary()
     shown = ("output_tok_s", "ttft_p50", "ttft_max", "itl_max", "kv_waste")

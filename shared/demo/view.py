@@ -1,4 +1,4 @@
-"""What one sees while the running example is served, and the table behind it.
+"""What the demo shows while the running example is served, and the table after it.
 
 `LiveView` redraws a screen, `PlainView` prints a line per event; both are told of arrivals and
 outputs, and ask the engine how far each request is. Know nothing of how an engine decides.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 Prompt = str | list[int]
 Messages = str | list[dict[str, Any]]
 
-# Outputs of one completion that are kept for whoever does not fetch them; then they are merged.
+# Outputs of one request that are kept while its stream is not read; then they are merged.
 MAX_UNREAD = 64
 
 
@@ -124,7 +124,7 @@ class EngineBase:
         ):
             if wrong := [i for i in ids if i >= self._vocab_size]:
                 raise ValueError(
-                    f"{name}: token id {short(wrong[0])} lies outside the vocabulary of "
+                    f"{name}: token id {short(wrong[0])} is outside the vocabulary of "
                     f"{self._vocab_size}"
                 )
         prompt_token_ids = encode(prompt, self.tokenizer, self._vocab_size)
@@ -184,15 +184,15 @@ class EngineBase:
         return request_id
 
     def _check_salt(self, cache_salt: str) -> None:
-        """Raise TypeError or ValueError for a `cache_salt` of which no hash can be made."""
+        """Raise TypeError or ValueError for a `cache_salt` that cannot be hashed."""
         check_text("cache_salt", cache_salt)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request in whatever state it is. False if there is no such live request.
 
-        Its blocks come back at once; its last output, with reason "abort", with the next `step`.
-        If a step runs, in this thread or in another, all this happens at its end, after its tokens
-        were handed out: a request that ends with that step ends for its own reason. Never waits.
+        Its blocks are free at once; the next `step` returns its last output, with reason "abort".
+        If a step is running, in this thread or in another, this happens at its end, after its
+        tokens were delivered: a request that ends with that step keeps its own reason. Never waits.
         """
         group = self._groups.get(request_id)
         if group is None or group[0].abort_asked:
@@ -201,7 +201,7 @@ class EngineBase:
         return True
 
     def _abort(self, group: list[Request]) -> None:
-        """End all completions of a request that are live when it is done."""
+        """End all completions of a request that are live by then."""
 
         def end() -> None:
             for request in group:
@@ -242,7 +242,7 @@ class EngineBase:
             del self._groups[request.public_id]
 
     def _deliver(self, request: Request) -> None:
-        """Put its output where it is fetched. What nobody fetches for long is merged."""
+        """Put its output where it is read. Outputs that stay unread for long are merged."""
         outputs, output = request.inbox, request.output()
         if outputs is None:
             outputs = self._outbox.setdefault(request, deque(maxlen=MAX_UNREAD))

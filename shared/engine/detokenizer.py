@@ -109,7 +109,7 @@ class IncrementalDetokenizer:
 
     def _let_go(self) -> str:
         """Shorten the held tokens, of which there are too many; return what they show."""
-        # 1. Forget special tokens: a character may go on behind them.
+        # 1. Forget special tokens: a character may continue after them.
         held = self._token_ids[self._read_offset :]
         self._token_ids[self._read_offset :] = [t for t in held if not self._is_special(t)]
         end = len(self._token_ids)

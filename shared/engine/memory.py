@@ -13,7 +13,7 @@ from .model_shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-# Share of memory that may be used unless told otherwise: on CUDA of the whole device, from which
+# Default share of memory that may be used: on CUDA of the whole device, from which
 # weights and activations go off; on CPU of what is available, as other programs live there, too.
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.25}
 
@@ -33,7 +33,7 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
             that it takes at its peak is not there for the cache.
 
     Raises:
-        ValueError: there is no room for one block, or never for so many.
+        ValueError: there is no room for one block, or for `num_blocks` of them.
     """
     block_bytes = bytes_per_block(shape, config.block_size)
     if config.num_blocks:

@@ -126,7 +126,7 @@ class Request:
         public_id: the id of the user's request; None if that is `request_id`.
 
     stop_token_ids: EOS and stop tokens together, which `min_tokens` makes impossible at first.
-    sampler_state: belongs to the sampler (random generator, token counts); nobody else looks.
+    sampler_state: belongs to the sampler alone (random generator, token counts).
     inbox: the outputs of a stream that its reader has not fetched; None if `step` returns them.
     """
 
@@ -175,7 +175,7 @@ class Request:
         return self.finish_reason is not None
 
     def append(self, sampled: SampledToken, now: float) -> str | None:
-        """Take the next token; return the finish reason, or None to go on.
+        """Take the next token; return the finish reason, or None if there is none yet.
 
         "stop" goes before "length" when the last allowed token is EOS, a stop token, or completes
         a stop string. Raises ValueError if the request is finished.

@@ -16,7 +16,7 @@ def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int) -> list[int
 
     Raises:
         TypeError: the prompt is neither, or it is text and there is no tokenizer.
-        ValueError: a token id lies outside `0 .. vocab_size - 1`, or the text is empty or broken.
+        ValueError: a token id is outside `0..vocab_size`, or the text is empty or broken.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -34,7 +34,7 @@ def encode(prompt: str | list[int], tokenizer: Any, vocab_size: int) -> list[int
         raise ValueError("the prompt is empty")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(t for t in token_ids if not 0 <= t < vocab_size)
-        raise ValueError(f"token id {short(wrong)} lies outside the vocabulary of {vocab_size}")
+        raise ValueError(f"token id {short(wrong)} is outside the vocabulary of {vocab_size}")
     return token_ids
 
 

@@ -51,7 +51,7 @@ class SamplingParams:
         stop: strings that end the output when it contains them; their text is left out. Kept as a
             tuple.
         stop_token_ids: tokens that end the output, as EOS does. Kept as a tuple.
-        ignore_eos: go on after EOS.
+        ignore_eos: continue after EOS.
         logprobs: for every token, also report its log-probability and those of the ``logprobs``
             likeliest tokens, of the model's own distribution (before mask, bias, penalties and
             temperature).

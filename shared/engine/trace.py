@@ -33,7 +33,7 @@ class StepRecord:
             blocks back; so are the next three.
         num_waiting: requests that hold no blocks.
         num_running: requests that hold blocks.
-        num_prefilling: those of them whose prompt is under way.
+        num_prefilling: those of them whose prompt is in prefill.
         block_tables: request id to block table as the step ran, if the trace asks for them.
     """
 

@@ -18,14 +18,14 @@ class Turns:
 
     Engines that share a model share its turns, since a step sets the model's attention and then
     runs it. A step is a turn. What must not wait for a step, such as an abort, is a change: it is
-    made at once if nobody has the turn, else by whoever has it, at its end. Asking for a change
-    never waits. So it is safe at any point of any thread, even in a garbage collector that closes
-    a forgotten iterator in the middle of a step.
+    made at once if no thread has the turn, else at the end of the turn. Asking for a change never
+    waits. So it is safe at any point of any thread, even in a garbage collector that closes a
+    forgotten iterator in the middle of a step.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # its holder has the turn
-        self._next = threading.Lock()  # its holder has the next one: nobody overtakes who waits
+        self._next = threading.Lock()  # its holder has the next turn, so none overtakes
         self._thread: int | None = None  # which has the turn
         self._process = os.getpid()
         self._changes: deque[Callable[[], object]] = deque()
@@ -44,7 +44,7 @@ class Turns:
         """Raise RuntimeError in a process that was forked off after the model was first used.
 
         Only the forking thread lives on there, and the thread pools of torch and Numba do not: a
-        forward would wait for ever, or crash.
+        forward would hang or crash.
         """
         if self._process != os.getpid():
             raise RuntimeError(
@@ -60,14 +60,14 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Wait for the turn and have it within; changes are made before and after.
+        """Wait for the turn and hold it; changes are made before and after.
 
         Raises:
             RuntimeError: this thread has the turn already, or a fork took the process away.
         """
         self.check_process()
         if self._thread == threading.get_ident():
-            raise RuntimeError("a step was asked for in the middle of a step, by the same thread")
+            raise RuntimeError("a step was started during a step, by the same thread")
         with self._next:
             self._lock.acquire()
         try:
@@ -80,12 +80,12 @@ class Turns:
             self._try_to_catch_up()
 
     def change(self, what: Callable[[], object]) -> None:
-        """Make a change: now, or at the end of the turn that somebody has. Never waits."""
+        """Make a change: now, or at the end of the turn that a thread has. Never waits."""
         self._changes.append(what)
         self._try_to_catch_up()
 
     def catch_up(self) -> None:
-        """Make all changes that wait, in order. Only for whoever has the turn."""
+        """Make all waiting changes, in order. Only for the thread that has the turn."""
         while self._changes:
             self._changes.popleft()()
 

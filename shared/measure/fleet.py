@@ -34,7 +34,7 @@ def round_robin() -> Route:
 def prefix_aware(slack: int = 8) -> Route:
     """Where most of the prompt is cached, among those that are not much busier than the idlest.
 
-    Where nobody has it, the idlest gets it; of several, the one whose cache is emptiest.
+    If no replica has it, the idlest gets it; of several, the one whose cache is emptiest.
 
     It looks into the caches themselves. Real routers keep a copy, from events of the engines (vLLM
     with llm-d) or from what they sent where (the router of SGLang), so they know a little less.
@@ -90,7 +90,7 @@ def run_fleet(
         return under_way + len(engine.scheduler.waiting) + len(engine.scheduler.running)
 
     for request in sorted(workload.requests, key=lambda request: request.arrival_time):
-        # 1. Everybody gets on to that moment. A step that has begun by then ends after it.
+        # 1. All replicas run up to that moment. A step that has begun by then ends after it.
         loads = [run_until(i, request.arrival_time) for i in range(len(engines))]
         # 2. Somebody gets the request. An idle replica's time has not passed yet.
         prompt = list(request.prompt_token_ids)

@@ -75,7 +75,7 @@ MEASURES = {
 def percentile(values: Sequence[float], q: float) -> float | None:
     """The q-th percentile (0 to 100), linear between ranks, as numpy has it; None of no values."""
     if not 0 <= q <= 100:
-        raise ValueError(f"a percentile lies between 0 and 100, got {q}")
+        raise ValueError(f"a percentile is between 0 and 100, got {q}")
     return float(np.percentile(values, q)) if len(values) else None
 
 
@@ -204,7 +204,7 @@ class Stall:
 
 
 def decode_stall(outputs: Iterable[RequestOutput], request_id: str) -> Stall | None:
-    """The stall that the prefill of `request_id` caused; None if nobody was streaming.
+    """The stall that the prefill of `request_id` caused; None if no request was streaming.
 
     Raises:
         ValueError: no such request, or it has no token.

@@ -1,9 +1,9 @@
 """Sends the requests of a workload to an engine or to a baseline, each at its time.
 
 Open loop: requests come at their times, whether or not earlier ones are answered. Closed loop: a
-fixed number are under way, and the next comes when one is done.
+fixed number run at once, and the next comes when one is done.
 
-A request's arrival is when it *was due*, not when the loop came round to adding it: a step that
+A request's arrival is when it *was due*, not when the loop added it: a step that
 takes a second would otherwise hide a second of waiting from the very requests that it kept waiting.
 
 Knows workloads, engines and baselines; no tables, no models.
@@ -66,7 +66,7 @@ class Feed:
 
     Args:
         workload: its requests may wait for each other.
-        concurrency: requests under way at the same time; None is open loop. With a number the
+        concurrency: requests that run at the same time; None is open loop. With a number the
             arrival times count for nothing but the order.
 
     Raises:
@@ -138,7 +138,7 @@ class Feed:
                 heapq.heappush(self._seats, token_times[-1])
 
     def wait(self, now: float) -> float | None:
-        """Seconds until the next request is due; None if that hangs on requests under way."""
+        """Seconds until the next request is due; None if that depends on running requests."""
         if not self._queue or self._seats == []:
             return None
         return max(0.0, self._queue[0][0] - now)
@@ -189,7 +189,7 @@ def run_engine(
                 times = [t - start for t in output.metrics.token_times]
                 feed.progress(output.request_id, output.token_ids, times, output.finished)
     finally:
-        for request_id in jobs:  # after Ctrl-C the engine can go on with something else
+        for request_id in jobs:  # after Ctrl-C the engine can be used again
             engine.abort_request(request_id)
     ordered = [outputs[request.request_id] for request in workload.requests]
     return Run(ordered, list(engine.trace.steps))
@@ -224,7 +224,7 @@ def run_static_batches(
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Run:
-    """Serve a workload in batches that nobody joins or leaves.
+    """Serve a workload in batches that no request joins or leaves.
 
     All that have come by then, at most `max_batch`, make the next batch; the others wait until it
     is done.

@@ -186,7 +186,7 @@ def long_prompt(
     long_tokens: int = 8,
     after_tokens: int = 16,
 ) -> Workload:
-    """Streams are running when a long prompt comes that nobody has seen before.
+    """Streams are running when a long prompt arrives that is not in the cache.
 
     It comes when the last stream has `after_tokens` tokens: that depends on no machine's speed.
     """

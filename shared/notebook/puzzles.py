@@ -2,7 +2,7 @@
 
 A check computes the right answer and those that typical mistakes lead to, so a hint speaks about
 the mistake that was made. An answer that is still `...` is a friendly line and no error, so a
-notebook runs through. Knows no engine and no trace: what a puzzle is about is handed in.
+notebook runs through. Knows no engine and no trace: a puzzle gets what it is about as arguments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def judge(
     """Compare an answer with the right one, then with each mistake's.
 
     Args:
-        mistakes: (what somebody answers who makes it, the hint for it), likeliest first.
+        mistakes: (the answer it leads to, the hint for it), likeliest first.
         hint: for all others: how to find the answer.
     """
     if is_open(answer):
@@ -88,7 +88,7 @@ def _same(answer: Any, right: Any) -> bool:
 
 
 def check_slots(answer: Any, block_table: Sequence[int], tokens: Sequence[int]) -> Verdict:
-    """In which slots do these tokens of a sequence lie?"""
+    """In which slots are these tokens of a sequence?"""
 
     def slots(where: Callable[[int], int]) -> list[int]:
         return [where(t) for t in tokens]
@@ -122,7 +122,7 @@ def check_slots(answer: Any, block_table: Sequence[int], tokens: Sequence[int]) 
             ),
         ],
         "For each token: which logical block, `t // block_size`? Which physical block does the "
-        "table name for it? At which offset, `t % block_size`?",
+        "table give for it? At which offset, `t % block_size`?",
     )
 
 
@@ -165,17 +165,20 @@ def check_counters(answer: Any, prompt_tokens: int, num_decodes: int) -> Verdict
 
 
 def check_victim(answer: Any, arrived: Sequence[str], asking: str) -> Verdict:
-    """No block is free and `asking` needs one: who gives blocks up? `arrived` is oldest first."""
+    """No block is free and `asking` needs one: who is preempted? `arrived` is oldest first."""
     return judge(
         answer,
         arrived[-1],
-        "Right. The youngest gives, so the oldest always advances, and in the end all finish.",
+        "Right. The youngest is preempted, so the oldest always advances, and all finish.",
         [
-            (asking, f"{asking} is older than somebody else here. Look who came last."),
-            (arrived[0], "If the oldest gave, two requests could rob each other for ever."),
+            (asking, f"{asking} is not the youngest. Which one arrived last?"),
+            (
+                arrived[0],
+                "Then two requests could preempt each other forever.",
+            ),
         ],
-        f"Only {', '.join(arrived)} hold blocks. It does not matter who holds most; it matters "
-        "who arrived last.",
+        f"Only {', '.join(arrived)} hold blocks. It does not matter which holds most; it matters "
+        "which one arrived last.",
     )
 
 
@@ -188,20 +191,20 @@ def check_reads(answer: Any, context_len: int) -> Verdict:
     return judge(
         answer,
         (entries, last),
-        "Right. What lies behind the last token is old memory, and the kernel never loads it.",
+        "Right. The slots after the last token hold old memory, and the kernel never loads them.",
         [
             ((context_len // BLOCK_SIZE, last), "A last block that is not full is read as well."),
             (
                 (entries, BLOCK_SIZE),
-                "Not the whole last block: behind the last token there is old memory.",
+                "Not the whole last block: the slots after the last token hold old memory.",
             ),
             (
                 (entries, 0),
                 "The remainder is 0, and yet the last block is read: then it is a full one.",
             ),
-            ((entries, BLOCK_SIZE - last), "So many slots of the last block hold nothing."),
+            ((entries, BLOCK_SIZE - last), "That is how many slots of the last block are empty."),
         ],
-        f"Lay {context_len} tokens into blocks of {BLOCK_SIZE}: how many blocks are touched, and "
+        f"Put {context_len} tokens into blocks of {BLOCK_SIZE}: how many blocks are touched, and "
         "how many tokens are in the last of them?",
     )
 
@@ -220,7 +223,7 @@ def check_merge(
     return judge(
         answer,
         merged(f1, f2, f1, f2),
-        "Right. Both parts are brought to one maximum, and then sums are sums.",
+        "Right. Rescale both parts to one maximum, then add the sums.",
         [
             (merged(1, 1, 1, 1), "The sums have different maxima. Bring both to the larger one."),
             (
@@ -229,7 +232,7 @@ def check_merge(
             ),
             (
                 merged(f2, f1, f2, f1),
-                "The right factors at the wrong parts: whoever has the larger maximum stays as is.",
+                "The right factors on the wrong parts: the larger maximum stays as it is.",
             ),
             (merged(f1, f2, 1, 1), "`total` is right. `acc` is off by the same factor."),
             (
@@ -285,7 +288,7 @@ def check_attend(function: Callable[[Tensor, Tensor, Tensor, list[int], int], An
     if torch.allclose(result, attention(flat, 1.0), atol=1e-4):
         return Verdict(False, "The scores are not scaled: multiply them by `D ** -0.5`.")
     if torch.allclose(result, flat[1].mean(0), atol=1e-4):
-        return Verdict(False, "That is the plain mean of the values. Weigh them by their scores.")
+        return Verdict(False, "That is the plain mean of the values. Weight them by their scores.")
     return Verdict(
         False,
         "Compute it by hand for comparison: gather the 10 keys and values in the order of the "
@@ -307,19 +310,19 @@ def check_found(answer: Any, num_common: int, num_tokens: int) -> Verdict:
         [
             (
                 num_common // BLOCK_SIZE * BLOCK_SIZE,
-                "If all of it were found, nobody would compute the last token, and there would be "
+                "If all of it were found, the last token would not be computed, and there would be "
                 "no logits to sample from.",
             ),
             (
                 num_common,
-                "Only full blocks have a name. The rest of the common tokens is computed.",
+                "Only full blocks have a hash. The rest of the common tokens is computed.",
             ),
             (num_tokens - 1, "The last token is computed, and its whole block with it."),
             (
                 right + BLOCK_SIZE,
                 "One block too many: it is not full of common tokens, or it holds the last token.",
             ),
-            (right // BLOCK_SIZE, "Those are blocks. Tokens are asked for."),
+            (right // BLOCK_SIZE, "Those are blocks. The question asks for tokens."),
             (0, "Equal tokens from the beginning are found again, as far as they fill blocks."),
         ],
         f"Count the full blocks of {BLOCK_SIZE} among the first {num_common} tokens. Then see that "
@@ -328,15 +331,15 @@ def check_found(answer: Any, num_common: int, num_tokens: int) -> Verdict:
 
 
 def check_renamed(answer: Any, changed: int, num_tokens: int) -> Verdict:
-    """Token `changed` of a prompt becomes another: which logical blocks get another name?"""
+    """Token `changed` of a prompt is replaced: which logical blocks get another hash?"""
     full = num_tokens // BLOCK_SIZE
     first = changed // BLOCK_SIZE
     right = list(range(first, full))
     if not is_open(answer) and isinstance(answer, (list, tuple)):
         if sorted(answer) == list(range(first, full + 1)) and num_tokens % BLOCK_SIZE:
-            return Verdict(False, f"Block {full} is not full, so it has no name that could change.")
+            return Verdict(False, f"Block {full} is not full, so it has no hash that could change.")
         if list(answer) == [first] and right != [first]:
-            return Verdict(False, "Each name contains the name before it. What comes after it?")
+            return Verdict(False, "Each hash depends on the one before. Which blocks come after?")
         if 0 in answer and first > 0:
             return Verdict(False, "What comes before the changed token does not depend on it.")
         answer = sorted(answer)
@@ -347,7 +350,7 @@ def check_renamed(answer: Any, changed: int, num_tokens: int) -> Verdict:
     return judge(
         answer,
         right,
-        "Right. Its own block and all after it: a name covers everything from the beginning.",
+        "Right. Its own block and all after it: a hash covers everything from the beginning.",
         [],
         "Follow the chain from the block of the changed token to the last full one.",
     )
@@ -360,17 +363,17 @@ def check_reuse(answer: Any, table: Sequence[int], num_tokens: int) -> Verdict:
     return judge(
         answer,
         tail + head[::-1],
-        "Right. First what holds nothing that could be found, then the tail before the head.",
+        "Right. First the block without content to find, then the tail before the head.",
         [
             (tail + head, "Without its head, the rest cannot be found. Which end should go first?"),
             (list(table), "In the table's order the head goes first, and the rest is lost."),
             (
                 head[::-1] + tail,
-                "The block that is not full has no name: reusing it costs nothing at all.",
+                "The block that is not full has no hash: reusing it costs nothing.",
             ),
         ],
-        "Two questions: which block can nobody find again? And of the others, which one is still "
-        "good when the next is gone?",
+        "Two questions: which block cannot be found again? And of the others, which one is still "
+        "useful without the next?",
     )
 
 
@@ -386,7 +389,7 @@ def check_chunks(answer: Any, num_tokens: int, chunk_size: int, found: int = 0) 
     return judge(
         answer,
         (count, last, 1),
-        "Right. Only the last chunk has read the whole question.",
+        "Right. Only after the last chunk has the model seen the whole prompt.",
         [
             ((count, last, count), "A chunk in the middle has no last prompt token."),
             ((count, last, 0), "The last chunk ends the prompt: there is the first output token."),
@@ -420,7 +423,7 @@ def check_chunk_slot(answer: Any, start_pos: int, index_in_chunk: int) -> Verdic
                     -(-start_pos // BLOCK_SIZE) + index_in_chunk // BLOCK_SIZE,
                     index_in_chunk % BLOCK_SIZE,
                 ),
-                "A chunk does not begin a new block: it goes on where the one before it ended.",
+                "A chunk does not begin a new block: it continues where the one before it ended.",
             ),
             (divmod(t + 1, BLOCK_SIZE), "One too far. Tokens count from 0."),
             (divmod(t, BLOCK_SIZE)[::-1], "Exchanged: the block comes first, then the offset."),
@@ -438,12 +441,12 @@ def check_chunk_len(
     return judge(
         answer,
         max(0, min(room, chunk_size, num_left)),
-        "Right. The least of three: the prompt's rest, the chunk size, what the streams leave.",
+        "Right. The least of the rest of the prompt, the chunk size and what the streams leave.",
         [
             (min(budget, chunk_size, num_left), "The streams take a token each, before any chunk."),
-            (chunk_size, "The chunk size is a limit, not a promise. What else limits a chunk?"),
+            (chunk_size, "The chunk size is only an upper limit. What else limits a chunk?"),
             (room, "That much budget is left. What else limits a chunk?"),
-            (num_left, "So much of the prompt is left. What else limits a chunk?"),
+            (num_left, "That much of the prompt is left. What else limits a chunk?"),
         ],
         "Three limits: what is left of the prompt, the chunk size, and the budget less one token "
         "for each stream.",
@@ -469,7 +472,7 @@ def check_measures(answer: Any, arrival: float, token_times: Sequence[float]) ->
             ((ttft, itl, (last - arrival) / n), "TPOT leaves the first token's wait out."),
             (
                 (ttft, sorted(gaps)[len(gaps) // 2], tpot),
-                "That is the median gap. The longest is asked for.",
+                "That is the median gap. The question asks for the longest.",
             ),
         ],
         "TTFT: arrival to first token. ITL: each gap between neighbours. TPOT: (last - first) / "
@@ -485,7 +488,7 @@ def check_quantile(answer: Any, num_gaps: int, num_stalls: int) -> Verdict:
     return judge(
         answer,
         right,
-        "Right. A percentile does not see what is rarer than its own distance from 100.",
+        "Right. A percentile misses what is rarer than its distance from 100.",
         [
             (
                 name,

@@ -149,7 +149,7 @@ def add_engine_options(parser: argparse.ArgumentParser, config_class: Any) -> No
     for field in dataclasses.fields(config_class):
         flag = "--" + field.name.replace("_", "-")
         text = texts.get(field.name, "")
-        if field.default is None:  # on the command line nobody can say None
+        if field.default is None:  # the command line has no way to say None
             text = text.replace("; None is ", "; by default ")
             text = text.replace("; None ", "; by default the engine ")
         else:

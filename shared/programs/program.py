@@ -36,7 +36,7 @@ def finish(
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone; nobody is left to tell
+    except BrokenPipeError:  # the reader is gone, so no message would arrive
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except EXPECTED as error:

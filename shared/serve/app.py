@@ -344,7 +344,7 @@ def create_app(
         check_model(body.model)
         size = len(tokenizer)
         if wrong := [i for i in body.tokens if not 0 <= i < size]:
-            raise APIError(400, f"token id {wrong[0]} lies outside the vocabulary of {size}")
+            raise APIError(400, f"token id {wrong[0]} is outside the vocabulary of {size}")
         return JSON({"prompt": await driver.in_tokenizer(tokenizer.decode, body.tokens)})
 
     # --- what there is, and how it stands -------------------------------------------------------

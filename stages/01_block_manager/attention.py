@@ -1,6 +1,6 @@
 """Attention over the paged KV cache: write, gather, attend.
 
-Knows tensors and block tables, but no sequence and no scheduler. `transformers` calls
+Knows tensors and block tables, but no sequences and no scheduler. `transformers` calls
 `paged_attention` in every layer with the `AttentionMetadata` of the step.
 """
 
@@ -16,12 +16,12 @@ from transformers import AttentionInterface
 
 from .kv_cache import KVCache
 
-IMPLEMENTATION = __package__.replace(".", "_")  # our name in transformers' list of attentions
+IMPLEMENTATION = __package__.replace(".", "_")  # our name in transformers' registry
 
 
 @dataclass
 class AttentionMetadata:
-    """Where the T rows of one flattened forward lie in the cache. They belong to n slices.
+    """Where the T rows of one flattened forward are in the cache. They belong to n slices.
 
     Attributes:
         kv_cache: the pool that is written and read.
@@ -59,10 +59,10 @@ def paged_attention(
     k_cache, v_cache = meta.kv_cache.layer(module.layer_idx)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
 
-    # 1. Write first: a token attends to itself through the cache like to any other.
+    # 1. Write first: a token reads itself from the cache like any other.
     store_kv(key, value, k_cache, v_cache, meta.slots)
 
-    # 2. Copy each sequence's blocks together, then attend as if they had always been contiguous.
+    # 2. Copy each sequence's blocks into one tensor, then attend to that.
     output = torch.empty_like(query)
     for i, context_len in enumerate(meta.context_lens):
         rows = slice(meta.query_start_loc[i], meta.query_start_loc[i + 1])

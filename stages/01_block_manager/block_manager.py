@@ -1,6 +1,6 @@
 """Which blocks of the KV cache are free, and which sequences hold the others.
 
-Knows block ids and token ids, but no tensor and no model.
+Knows block ids and token ids, but no tensors and no model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def slot_mapping(
 
 
 class BlockManager:
-    """Hands out the `num_blocks` blocks of a pool, `block_size` token slots each.
+    """Allocates the `num_blocks` blocks of a pool, `block_size` token slots each.
 
     Invariant: before and after each method, every block is either free or in exactly one block
     table, once.
@@ -70,11 +70,11 @@ class BlockManager:
             self._held.add(block)
             sequence.block_table.append(block)
 
-    # Invariant: a table gives back all its blocks and is empty afterwards.
+    # Invariant: the table releases all its blocks and is empty afterwards.
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks of `sequence`, tail first.
+        """Free all blocks of `sequence`, tail first.
 
-        Raises RuntimeError if its table names a block that is already free.
+        Raises RuntimeError if its table has a block that is already free.
         """
         for block in reversed(sequence.block_table):
             self._release(block)

@@ -13,7 +13,7 @@ class EngineConfig:
 
     Attributes:
         block_size: token slots in one block of the KV cache.
-        num_blocks: blocks in the pool; None sizes it from the memory that is left.
+        num_blocks: blocks in the pool; None sizes it from the free memory.
         max_num_seqs: sequences that may hold blocks at the same time.
         max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.

@@ -1,6 +1,6 @@
-"""The engine: takes requests, drives scheduler and model runner, hands out tokens.
+"""The engine: takes requests, drives scheduler and model runner, returns tokens.
 
-Knows no tensor: it passes the runner's logits to the sampler. What all stages have in common (ids,
+Knows no tensors: it passes the runner's logits to the sampler. What all stages have in common (ids,
 outputs, `generate`, `stream`) is in `shared.engine.base`.
 """
 
@@ -78,7 +78,7 @@ class LLMEngine(EngineBase):
             return
         end = time.perf_counter()
 
-        # 3. Record, and hand out the tokens.
+        # 3. Record the step and return its tokens.
         self.scheduler.commit(batch, [token.token_id for token in sampled])
         self._record(batch, start, end)
         self._hand_out(requests, sampled, end)

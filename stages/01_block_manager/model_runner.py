@@ -1,4 +1,4 @@
-"""Turns a scheduled batch into one forward. Only here do sequences and tensors meet."""
+"""Turns a scheduled batch into one forward. The only module that knows sequences and tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelRunner:
         self.kv_cache = KVCache(self.shape, num_blocks, config.block_size)
 
     def _profile(self) -> None:
-        """Run the largest forward that can come, with a cache just for it."""
+        """Run the largest possible forward, with a cache of its own."""
         num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
         sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
         sequence.block_table = list(range(-(-num_tokens // self.config.block_size)))
@@ -64,7 +64,7 @@ class ModelRunner:
     #     query_start_loc   0                3        4        6
     #     context_lens      3                8        2
     def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
-        """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
+        """Concatenate the slices into one row of T tokens: the model's keyword arguments."""
         input_ids: list[int] = []
         position_ids: list[int] = []
         slots, block_tables, query_start_loc, context_lens, logit_rows = [], [], [0], [], []

@@ -1,7 +1,7 @@
-"""Who computes what in the next step.
+"""Decides what the next step computes.
 
-Decides with three budgets: tokens of one step, sequences that hold blocks, free blocks. Knows no
-tensor and no text.
+There are three budgets: tokens of one step, sequences that hold blocks, free blocks. Knows no
+tensors and no text.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Scheduler:
         assert config.max_model_len is not None
         self.max_model_len = config.max_model_len
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        # A running sequence decodes a token a step, so more of them than tokens would be idle.
+        # A running sequence decodes one token per step, so more sequences than tokens would idle.
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
     def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return `max_tokens`, or all the room that is left if it is None.
+        """Return `max_tokens`; if it is None, as many tokens as there is room for.
 
         Raises ValueError if the request could never finish. The last generated token is never
         written to the cache, so it needs no slot.
@@ -103,8 +103,8 @@ class Scheduler:
             return ScheduledBatch(prefills)
         return self._schedule_decodes()
 
-    # Invariant: nobody is admitted before the head of `waiting`. If short requests could pass a
-    # long one that does not fit yet, it might wait forever.
+    # Invariant: no request is admitted before the head of `waiting`. If short requests could pass
+    # a long one that does not fit yet, it might wait forever.
     def _schedule_prefills(self) -> list[Slice]:
         slices: list[Slice] = []
         budget = self.max_num_batched_tokens
@@ -126,8 +126,8 @@ class Scheduler:
 
     # Invariant: a sequence takes blocks only from younger ones, the youngest first.
     #
-    #     running   | have their slot | asks now | may be preempted |
-    #     index     0..i              i          i + 1..len(running)
+    #     running   | have their slot | needs one | may be preempted |
+    #     index     0..i              i           i + 1..len(running)
     def _schedule_decodes(self) -> ScheduledBatch:
         slices: list[Slice] = []
         preempted: list[Sequence] = []

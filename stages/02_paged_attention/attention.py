@@ -1,6 +1,6 @@
-"""Attention over the paged KV cache: write, then read K and V where they lie.
+"""Attention over the paged KV cache: write K and V, then read them in place.
 
-Knows tensors and block tables, but no sequence and no scheduler. `transformers` calls
+Knows tensors and block tables, but no sequences and no scheduler. `transformers` calls
 `paged_attention` in every layer with the `AttentionMetadata` of the step.
 """
 
@@ -16,12 +16,12 @@ from transformers import AttentionInterface
 
 from .kv_cache import KVCache
 
-IMPLEMENTATION = __package__.replace(".", "_")  # our name in transformers' list of attentions
+IMPLEMENTATION = __package__.replace(".", "_")  # our name in transformers' registry
 
 
 @dataclass
 class AttentionMetadata:
-    """Where the T rows of one flattened forward lie in the cache. They belong to n slices.
+    """Where the T rows of one flattened forward are in the cache. They belong to n slices.
 
     Attributes:
         kv_cache: the pool that is written and read.
@@ -68,10 +68,10 @@ def paged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     kernels, n = meta.kernels, meta.num_decodes
 
-    # 1. Write first: a token attends to itself through the cache like to any other.
+    # 1. Write first: a token reads itself from the cache like any other.
     kernels.store_kv(key, value, k_cache, v_cache, meta.slots)
 
-    # 2. Nothing is copied together: the kernels read through the block tables. Slices of one row
+    # 2. Nothing is gathered: the kernels read through the block tables. Slices of one row
     # come first and have a kernel of their own.
     output = torch.empty_like(query)
     if n > 0:

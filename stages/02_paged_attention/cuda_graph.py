@@ -36,7 +36,7 @@ def record_cuda_graph(forward: Forward, inputs: dict[str, Any], pool: Any) -> Ca
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles kernels and grows workspaces before recording
+    with torch.cuda.stream(stream):  # compile kernels and grow workspaces before recording
         forward(inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -93,7 +93,7 @@ class DecodeGraphs:
             max_context_len=config.max_model_len,
             kernels=kernels,
         )
-        # From the largest down, so that the smaller ones find room in the pool of the larger.
+        # From the largest down, so that smaller graphs can reuse the memory of larger ones.
         self.replays: dict[int, Callable[[], Tensor]] = {}
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         sizes = ladder(size)
@@ -130,7 +130,7 @@ class DecodeGraphs:
         self.rows[2, :n] = meta.slots
         self.context_lens[:n] = meta.context_lens
         self.block_tables[:n, : meta.block_tables.shape[1]] = meta.block_tables
-        # What a larger batch left behind must not be written or read again.
+        # A larger batch has left its values here. Padding must not write or read with them.
         self.rows[2, n:size] = -1
         self.context_lens[n:size] = 0
         return self.replays[size]()[:n]
@@ -141,8 +141,8 @@ def record_graphs(
 ) -> DecodeGraphs | None:
     """Graphs of the decode step, or None: not wanted, not possible, or recording failed.
 
-    A model may do in its forward what cannot be recorded, such as waiting for the device, and the
-    memory may not suffice. Then a warning says so, and every step launches its kernels one by one.
+    A model's forward may do what cannot be recorded, such as waiting for the device, or there may
+    be too little memory. Then a warning says so, and every step launches its kernels one by one.
     """
     if config.enforce_eager or not getattr(kernels, "CUDA_GRAPHS", False):
         return None

@@ -32,7 +32,7 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
     acc, maximum, total = sums
     num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
-    group = num_heads // num_kv_heads  # so many query heads share a KV head
+    group = num_heads // num_kv_heads  # query heads that share a KV head
     weights = np.empty((num_heads, block_size + 3), np.float32)
     scratch = np.empty((4, head_dim), np.float32)
     acc[:], maximum[:], total[:] = 0, -np.inf, 0
@@ -41,7 +41,7 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
         keys, values = k_cache[block_table[i]], v_cache[block_table[i]]
         ahead = block_table[min(i + 1, blocks[1] - 1)]
         next_keys, next_values = k_cache[ahead], v_cache[ahead]
-        written = min(block_size, context_len - i * block_size)  # slots that hold a token of ours
+        written = min(block_size, context_len - i * block_size)  # slots that hold its tokens
 
         # 1. Scores, four tokens at a time with all their heads: in the order of memory, which the
         #    processor prefetches, and with each query loaded once for four keys.
@@ -73,7 +73,7 @@ def _attend(query, k_cache, v_cache, block_table, blocks, context_len, scale, su
                 weights[head, slot] = exp(weights[head, slot] - new_maximum)
                 block_total += weights[head, slot]
             total[head] += block_total
-            for slot in range(written, written + 3):  # rows that are there twice
+            for slot in range(written, written + 3):  # these rows were read twice
                 weights[head, slot] = 0
 
         # 3. Values, likewise: one pass over `acc` for four tokens.
@@ -132,7 +132,7 @@ def _cut_evenly(context_lens, block_size, num_threads):
 
 @jit(__name__)
 def _fit(query, k_cache, v_cache, block_tables, context_lens):
-    """Whether shapes and contexts agree. Compiled, because in Python it would cost too much."""
+    """Whether shapes and contexts agree. Compiled, because it would be too slow in Python."""
     batch, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     if k_cache.shape != v_cache.shape or head_dim != cache_dim or num_heads % num_kv_heads:
@@ -235,7 +235,7 @@ def paged_decode(
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile what the first decode would otherwise wait for. Later starts find it on disk."""
+    """Compile what the first decode would otherwise wait for. Later starts load it from disk."""
     if not (CACHE / __name__).exists():
         logger.info("compiling the attention kernels for this machine, once")
     query, cache = torch.zeros(1, 1, 8, dtype=dtype), torch.zeros(1, 1, 1, 8, dtype=dtype)

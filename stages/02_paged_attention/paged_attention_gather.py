@@ -1,6 +1,6 @@
 """Stage 01's attention behind the interface of the kernels, for machines that cannot run them.
 
-Copies each sequence's blocks together and calls SDPA: right everywhere, and as slow as stage 01.
+Copies each sequence's blocks into one tensor and calls SDPA. It is as slow as stage 01.
 Shapes and units are those of `paged_attention_cpu`.
 """
 
@@ -66,7 +66,7 @@ def _attend(
         if context_len == 0:
             continue  # a row of padding
         blocks = block_tables[i, : -(-context_len // k_cache.shape[1])].long()
-        # Up to context_len only: what the last block holds behind it was never written.
+        # Up to context_len only: slots after it in the last block were never written.
         k, v = (cache[blocks].flatten(0, 1)[:context_len] for cache in (k_cache, v_cache))
         # The slice is the end of the context: its last row sees all, the row before one less.
         mask = torch.ones(len(q), context_len, dtype=torch.bool, device=q.device)

@@ -1,7 +1,7 @@
 """PagedAttention in its plainest form: one sequence after another, block by block.
 
 Knows tensors, block tables and slots, but no sequences and no models. It is slow; the other
-backends compute the same and are tested alike.
+backends compute the same and pass the same tests.
 
 One layer's K (and likewise its V) is a pool of blocks `[num_blocks, block_size, num_kv_heads,
 head_dim]`. Token `t` of a sequence is in block `block_table[t // block_size]` at offset
@@ -90,7 +90,7 @@ def paged_prefill(
 ) -> Tensor:
     """Slices of any length: `query` is `[T, num_heads, head_dim]`, and so is the result.
 
-    `key` and `value` are not needed: `store_kv` has put them where the block table leads.
+    `key` and `value` are not needed: `store_kv` has written them to the cache.
     """
     output = torch.empty_like(query)
     starts = query_start_loc.tolist()

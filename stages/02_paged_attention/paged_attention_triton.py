@@ -3,7 +3,7 @@
 Knows tensors, block tables and slots. Does not know sequences, models, or who owns a block.
 
 One layer's K (and likewise its V) is a pool of blocks `[num_blocks, block_size, num_kv_heads,
-head_dim]`. Token `t` of a sequence lies in block `block_table[t // block_size]` at offset
+head_dim]`. Token `t` of a sequence is in block `block_table[t // block_size]` at offset
 `t % block_size`. `paged_attention_plain.py` has the same algorithm in its plainest form and derives
 the online softmax. Read that first.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 CUDA_GRAPHS = True  # no function here waits for the device, so its launches can be recorded
 LOG2E = 1.4426950408889634  # e**x = 2**(x * LOG2E); the hardware computes 2**x
-MIN_SPLIT_LEN = 128  # tokens; a shorter split does not earn its part of the merge
+MIN_SPLIT_LEN = 128  # tokens; a shorter split saves less than its merge costs
 MAX_SPLITS = 64
 MERGE_TILE = 16  # splits that are merged at once
 
@@ -77,7 +77,7 @@ def _attend_tile(
 
 @triton.jit
 def _split_len(context_len, num_splits, TILE: tl.constexpr, MIN_LEN: tl.constexpr):
-    """Tokens in each split of a context, but the last: whole tiles, and not too few."""
+    """Tokens in each split of a context except the last: whole tiles, and not too few."""
     return tl.cdiv(tl.maximum(tl.cdiv(context_len, num_splits), MIN_LEN), TILE) * TILE
 
 
@@ -336,7 +336,7 @@ def choose_num_splits(programs: int, max_context_len: int, num_processors: int) 
 
 
 def decode_config(group: int, head_dim: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """Tile sizes and launch options of `_decode_kernel`. Fixed: nothing is tuned while it runs.
+    """Tile sizes and launch options of `_decode_kernel`. Fixed: nothing is tuned at run time.
 
     Args:
         arch: compute capability, 90 for sm_90.
@@ -348,8 +348,8 @@ def decode_config(group: int, head_dim: int, dtype: torch.dtype, arch: int) -> d
         "TILE": max(16, min(64, 8192 // (d * dtype.itemsize))),  # 8 KiB of K, as much of V
         "MIN_LEN": MIN_SPLIT_LEN,
         "num_warps": 4,
-        # A tile of K waits for a load that itself waits for one from the block table. To have two
-        # tiles under way the compiler needs twice the stages. Before sm_80 it cannot overlap them.
+        # Loading a tile of K waits for a load from the block table. To have two tiles in flight,
+        # the compiler needs twice the stages. Before sm_80 it cannot overlap them.
         "num_stages": 5 if arch >= 80 else 1,
     }
 
@@ -360,18 +360,18 @@ def prefill_config(head_dim: int, dtype: torch.dtype, arch: int) -> dict[str, in
     if arch >= 80 and dtype.itemsize == 2:  # tensor cores
         m, tile, num_warps = (128, 64, 8) if d <= 64 else (128, 32, 8) if d == 128 else (64, 32, 8)
         return {"D": d, "M": m, "TILE": tile, "num_warps": num_warps, "num_stages": 3}
-    # Exact float32 has none, nor has Triton any for chips before sm_80.
+    # Exact float32 cannot use them, and Triton has none for chips before sm_80.
     m, tile, num_warps = (32, 32, 4) if d <= 64 else (16, 32, 4) if d == 128 else (16, 16, 4)
     return {"D": d, "M": m, "TILE": tile, "num_warps": num_warps, "num_stages": 2}
 
 
 def _padded(size: int) -> int:
-    """The next side that a dot can have: a power of two, 16 at least."""
+    """The next size that a dot can have: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(size))
 
 
 def _check(rows: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Refuse what the kernels would read wrongly. rows is query, key or value `[T, heads, D]`."""
+    """Refuse what the kernels would misread. rows is query, key or value `[T, heads, D]`."""
     dtypes = (rows.dtype, k_cache.dtype, v_cache.dtype)
     if len({*dtypes}) > 1 or rows.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"rows, k_cache and v_cache must be of one dtype, 16 or 32 bits: {dtypes}")

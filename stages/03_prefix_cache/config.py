@@ -13,14 +13,14 @@ class EngineConfig:
 
     Attributes:
         block_size: token slots in one block of the KV cache.
-        num_blocks: blocks in the pool; None sizes it from the memory that is left.
+        num_blocks: blocks in the pool; None sizes it from the free memory.
         max_num_seqs: sequences that may hold blocks at the same time.
         max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
         max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
         memory_utilization: share of memory that `num_blocks=None` may use (`shared.engine.memory`).
         attention_backend: "auto", "plain", "gather", "numba" (CPU) or "triton" (CUDA).
         enforce_eager: do not record decode steps as CUDA graphs.
-        enable_prefix_caching: keep computed blocks findable.
+        enable_prefix_caching: let later requests find computed blocks by their content.
     """
 
     block_size: int = 16

@@ -1,6 +1,6 @@
-"""The engine: takes requests, drives scheduler and model runner, hands out tokens.
+"""The engine: takes requests, drives scheduler and model runner, returns tokens.
 
-Knows no tensor: it passes the runner's logits to the sampler. What all stages have in common (ids,
+Knows no tensors: it passes the runner's logits to the sampler. What all stages have in common (ids,
 outputs, `generate`, `stream`) is in `shared.engine.base`.
 """
 
@@ -81,7 +81,7 @@ class LLMEngine(EngineBase):
             return
         end = time.perf_counter()
 
-        # 3. Record, and hand out the tokens.
+        # 3. Record the step and return its tokens.
         self.scheduler.commit(batch, [token.token_id for token in sampled])
         for request, sequence in zip(requests, batch.sampling, strict=True):
             request.metrics.num_cached_tokens = sequence.num_hit_tokens or 0
@@ -89,11 +89,11 @@ class LLMEngine(EngineBase):
         self._hand_out(requests, sampled, end)
 
     def reset_prefix_cache(self) -> int:
-        """Forget the cached blocks that nobody holds; return how many those were."""
+        """Forget the cached blocks that are free; return how many there were."""
         return self.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int]:
-        """As in stage 02, and how well the prefix cache does."""
+        """As in stage 02, and counts of the prefix cache."""
         return super().stats() | {
             "cached_blocks": self.block_manager.num_cached_blocks,
             "evictions": self.block_manager.num_evictions,

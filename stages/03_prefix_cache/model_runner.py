@@ -1,4 +1,4 @@
-"""Turns a scheduled batch into one forward. Only here do sequences and tensors meet."""
+"""Turns a scheduled batch into one forward. The only module that knows sequences and tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelRunner:
         self.graphs = record_graphs(self._forward, self.config, self.kv_cache, self.kernels)
 
     def _profile(self) -> None:
-        """Run the largest forward that can come, with a cache just for it."""
+        """Run the largest possible forward, with a cache of its own."""
         num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
         sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
         sequence.block_table = list(range(-(-num_tokens // self.config.block_size)))
@@ -72,7 +72,7 @@ class ModelRunner:
     #     query_start_loc   0                3        4        6
     #     context_lens      3                8        2
     def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
-        """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
+        """Concatenate the slices into one row of T tokens: the model's keyword arguments."""
         input_ids: list[int] = []
         position_ids: list[int] = []
         slots, block_tables, query_start_loc, context_lens, logit_rows = [], [], [0], [], []
@@ -108,7 +108,7 @@ class ModelRunner:
         }
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
-        """From pinned memory the copy to the device does not wait for what runs there."""
+        """A copy from pinned memory does not wait for the work that the device is doing."""
         device = self.shape.device
         pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
         return pinned.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is only speed in the CPU kernel: how it is compiled, how rows are read, a fast exp.
+"""Parts of the CPU kernel that only make it fast: how it is compiled, reads rows, computes exp.
 
 Knows Numba and processors. The kernel itself, `paged_attention_cpu`, can be read without this file.
 """
@@ -14,11 +14,11 @@ from numba.extending import intrinsic, overload
 from numpy import float32, int32
 
 # With its OpenMP layer, and torch imported first, Numba runs on torch's own threads. With any
-# other layer it has threads besides, and the two fight: torch's spin for milliseconds after each
-# operation, on the cores that Numba's want.
+# other layer it has threads of its own, which compete with torch's: those spin for milliseconds
+# after each operation, on the cores that Numba's threads need.
 numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
-# What the compiler may assume of floats. Sums may be reordered, or they would not be vectorised.
+# What the compiler may assume about floats. Sums may be reordered, or they would not be vectorised.
 # NaN and infinity stay legal: the running maximum starts at minus infinity.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
@@ -28,7 +28,7 @@ BITS = {torch.float32: None, torch.bfloat16: torch.int16, torch.float16: torch.u
 
 
 def jit(name, **options):
-    """`numba.njit` that keeps the compiled code on disk, if there is a folder that is writable.
+    """`numba.njit` that keeps the compiled code on disk, if its folder is writable.
 
     Args:
         name: of the module that compiles. Compiled code is bound to it, and a copy of the file
@@ -52,7 +52,7 @@ def exp(x):
     """e**x for x <= 0, as exact as float32. The C library's exp would prevent vectorisation."""
     y = max(x * float32(1.4426950408889634), float32(-126))  # e**x = 2**y = 2**n * e**f
     n = np.floor(y + float32(0.5))
-    f = (y - n) * float32(0.6931471805599453)  # at most 0.35 in size, so a short series will do
+    f = (y - n) * float32(0.6931471805599453)  # at most 0.35 in size, so a short series is enough
     series = f * float32(1 / 720) + float32(1 / 120)
     series = series * f + float32(1 / 24)
     series = series * f + float32(1 / 6)

@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class SequenceStatus(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # its whole prompt is in the cache; it decodes

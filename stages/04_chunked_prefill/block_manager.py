@@ -1,6 +1,6 @@
 """Which blocks of the KV cache are free, and which sequences hold the others.
 
-Knows block ids and token ids, but no tensor and no model.
+Knows block ids and token ids, but no tensors and no model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Prefix = tuple[int, ...]  # published blocks that together hold the beginning of
 
 
 class BlockManager:
-    """Hands out the `num_blocks` blocks of a pool, `block_size` token slots each.
+    """Allocates the `num_blocks` blocks of a pool, `block_size` token slots each.
 
     Invariants: a block is free when its reference count, the number of tables that hold it, is 0.
     The parent of a published block is published too, because children are reused before parents.
@@ -93,7 +93,7 @@ class BlockManager:
     def can_allocate(self, sequence: Sequence, num_tokens: int, prefix: Prefix = ()) -> bool:
         """Whether `sequence`'s table could grow to hold its first `num_tokens` tokens."""
         missing = self.num_blocks_for(num_tokens) - len(sequence.block_table) - len(prefix)
-        # A free block of the prefix is about to be held, so it cannot be handed out as well.
+        # A free block of the prefix is about to be held, so it is not available as a new one.
         free_in_prefix = [block for block in prefix if block in self._reuse_order]
         return missing <= self.num_free_blocks - len(free_in_prefix)
 
@@ -120,11 +120,11 @@ class BlockManager:
             self._hold(block)
             sequence.block_table.append(block)
 
-    # Invariant: a table gives back all its blocks and is empty afterwards.
+    # Invariant: the table releases all its blocks and is empty afterwards.
     def free(self, sequence: Sequence) -> None:
-        """Take back all blocks of `sequence`, tail first.
+        """Free all blocks of `sequence`, tail first.
 
-        Raises RuntimeError if its table names a block that is already free.
+        Raises RuntimeError if its table has a block that is already free.
         """
         for block in reversed(sequence.block_table):
             self._release(block)
@@ -142,7 +142,7 @@ class BlockManager:
             content = self._content(sequence, i, table)
             block = self._blocks.get(content.content_hash)
             if content.parent is not None and content.parent not in self._contents:
-                return  # behind a private block: nobody could find it
+                return  # behind a private block: no lookup could find it
             if block is None:  # new
                 self._blocks[content.content_hash] = table[i]
                 self._contents[table[i]] = content
@@ -154,7 +154,7 @@ class BlockManager:
                 table[i] = block
 
     def reset_prefix_cache(self) -> int:
-        """Forget what the free blocks hold; return how many of them held something."""
+        """Forget the content of the free blocks; return how many of them had any."""
         cached = [block for block in self._reuse_order if block in self._contents]
         for block in cached:
             self._forget(block)

@@ -1,4 +1,4 @@
-"""Turns a scheduled batch into one forward. Only here do sequences and tensors meet."""
+"""Turns a scheduled batch into one forward. The only module that knows sequences and tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ModelRunner:
         self.graphs = record_graphs(self._forward, self.config, self.kv_cache, self.kernels)
 
     def _profile(self) -> None:
-        """Run the largest forward that can come, with a cache just for it."""
+        """Run the largest possible forward, with a cache of its own."""
         assert self.config.max_num_batched_tokens
         num_tokens = min(self.config.max_num_batched_tokens, self.shape.max_model_len)
         sequence = Sequence("profile", [0] * num_tokens, max_tokens=1)
@@ -74,11 +74,11 @@ class ModelRunner:
 
         The block table must reach to the chunk's end, and what is before it must be in the cache.
         Returns logits `[vocab_size]` of the last token if the chunk ends the prompt, else None.
-        Raises ValueError if `chunk_token_ids` do not stand at `start_pos` in the sequence.
+        Raises ValueError if `chunk_token_ids` are not the sequence's tokens at `start_pos`.
         """
         end_pos = start_pos + len(chunk_token_ids)
         if not chunk_token_ids or sequence.token_ids[start_pos:end_pos] != chunk_token_ids:
-            raise ValueError(f"{sequence}: these tokens do not stand at {start_pos}..{end_pos}")
+            raise ValueError(f"{sequence}: these are not its tokens at {start_pos}..{end_pos}")
         logits = self.run(ScheduledBatch([Slice(sequence, start_pos, len(chunk_token_ids))]))
         return logits[0] if end_pos == sequence.num_tokens else None
 
@@ -94,7 +94,7 @@ class ModelRunner:
     #     query_start_loc   0                3        4        6
     #     context_lens      3                8        2
     def _prepare(self, slices: list[Slice]) -> dict[str, Any]:
-        """Lay the slices out in one flattened row of T tokens: the model's keyword arguments."""
+        """Concatenate the slices into one row of T tokens: the model's keyword arguments."""
         input_ids: list[int] = []
         position_ids: list[int] = []
         slots, block_tables, query_start_loc, context_lens, logit_rows = [], [], [0], [], []
@@ -130,7 +130,7 @@ class ModelRunner:
         }
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
-        """From pinned memory the copy to the device does not wait for what runs there."""
+        """A copy from pinned memory does not wait for the work that the device is doing."""
         device = self.shape.device
         pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
         return pinned.to(device, non_blocking=True)

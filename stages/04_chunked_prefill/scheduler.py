@@ -1,7 +1,7 @@
-"""Who computes what in the next step.
+"""Decides what the next step computes.
 
-Decides with three budgets: tokens of one step, sequences that hold blocks, free blocks. Knows no
-tensor and no text.
+There are three budgets: tokens of one step, sequences that hold blocks, free blocks. Knows no
+tensors and no text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScheduledBatch:
     """What one step computes. Empty when there is nothing to do.
 
     Attributes:
-        slices: at most one per sequence: decodes, prompts under way, new prompts.
+        slices: at most one per sequence: decodes, prompts that have begun, new prompts.
         sampling: the sequences that get a token, because their slice ends at their last known one.
         preempted: sequences that lost their blocks so that this batch fits.
     """
@@ -65,7 +65,7 @@ class Scheduler:
         self.reserve_full_prompt = config.reserve_full_prompt
         self.step_time: Any = None  # the engine's StepTimeModel, if there is a target
         self.num_steps = 0
-        # A running sequence decodes a token a step, so more of them than tokens would be idle.
+        # A running sequence decodes one token per step, so more sequences than tokens would idle.
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.enable_prefix_caching = config.enable_prefix_caching
         self.block_manager = block_manager
@@ -73,7 +73,7 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def check(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return `max_tokens`, or all the room that is left if it is None.
+        """Return `max_tokens`; if it is None, as many tokens as there is room for.
 
         Raises ValueError if the request could never finish. The last generated token is never
         written to the cache, so it needs no slot.
@@ -116,12 +116,12 @@ class Scheduler:
                 else:
                     self._preempt_youngest()  # which is `sequence` itself
 
-        # 2. Prompts under way before new ones: they already hold blocks.
+        # 2. Prompts that have begun before new ones: they already hold blocks.
         for sequence in [s for s in running if s.status is SequenceStatus.PREFILLING]:
             start_pos = sequence.cached_token_count
             num_tokens = self._chunk_len(sequence, start_pos, slices)
             if num_tokens == 0 or sequence.status is not SequenceStatus.PREFILLING:
-                break  # the budget is spent; or it was preempted, and so were all after it
+                break  # no budget is left; or it was preempted, and so were all after it
             if not self._make_room(sequence, start_pos + num_tokens):
                 blocked = True  # it waits, and keeps the blocks it has
                 break
@@ -138,7 +138,7 @@ class Scheduler:
             if num_tokens == 0 or not self.block_manager.can_allocate(sequence, end_pos, prefix):
                 break
             self.block_manager.allocate(sequence, end_pos, prefix)
-            if sequence.num_hit_tokens is None:  # its own blocks, after preemption, are no hit
+            if sequence.num_hit_tokens is None:  # own blocks, found after preemption, are no hit
                 sequence.num_hit_tokens = start_pos
             self.waiting.popleft()
             self.running.append(sequence)
@@ -147,9 +147,9 @@ class Scheduler:
         return ScheduledBatch(_without_preempted(slices), preempted)
 
     def _choose_decodes(self) -> tuple[list[Sequence], int]:
-        """The RUNNING sequences in the order of their turn, and how many of them may decode now.
+        """The RUNNING sequences in order of priority, and how many of them may decode now.
 
-        All may, unless prompts wait for their share; then the one with the oldest token is next.
+        All may, unless prompts wait for their share; then the one with the oldest token goes first.
         """
         decodes = [s for s in self.running if s.status is SequenceStatus.RUNNING]
         if self.waiting or len(decodes) < len(self.running):
@@ -158,7 +158,7 @@ class Scheduler:
         return decodes, len(decodes)
 
     def _chunk_len(self, sequence: Sequence, start_pos: int, slices: list[Slice]) -> int:
-        """How many tokens of `sequence` to compute from `start_pos` on, beside `slices`."""
+        """How many tokens of `sequence` to compute from `start_pos` on, in addition to `slices`."""
         slices = _without_preempted(slices)
         budget = self.max_num_batched_tokens - sum(s.num_tokens for s in slices)
         chunk_len = min(sequence.num_tokens - start_pos, self.max_prefill_chunk_size, budget)
@@ -168,9 +168,9 @@ class Scheduler:
 
     # Invariant: a sequence takes blocks only from younger ones, the youngest first.
     #
-    #     running   | older: keep theirs | asks now | younger: may be preempted |
+    #     running   | older: keep blocks | needs some | younger: may be preempted |
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Grow its table to `num_tokens` tokens; False if there is nobody younger to preempt."""
+        """Grow its table to `num_tokens` tokens; False if there is no younger one to preempt."""
         while not self.block_manager.can_allocate(sequence, num_tokens):
             if self.running[-1] is sequence:
                 return False

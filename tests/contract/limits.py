@@ -220,7 +220,7 @@ def test_the_pool_is_sized_from_memory(stage: ModuleType, tiny: Any) -> None:
 def test_stops_that_could_never_stop_are_refused(make_engine: MakeEngine, tiny: Any) -> None:
     engine = make_engine()
     vocab_size = tiny[0].config.vocab_size
-    with pytest.raises(ValueError, match=rf"id {vocab_size} lies outside .* of {vocab_size}"):
+    with pytest.raises(ValueError, match=rf"id {vocab_size} is outside .* of {vocab_size}"):
         engine.add_request(make_prompt(4), greedy(2, stop_token_ids=[3, vocab_size]))
     refused(engine, [3, 4], greedy(1, logit_bias={vocab_size: 1.0}), vocab_size)
     engine.add_request(make_prompt(4), greedy(2, stop_token_ids=[3, vocab_size - 1]))

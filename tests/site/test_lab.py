@@ -334,6 +334,8 @@ def test_questions_know_their_answers_and_every_usual_mistake(chapter: int) -> N
         assert len({one["ask"] for one in asked}) > 1, "no new numbers"
         for one in asked:
             assert questions.judge(one, typed(one["right"]))["right"], one
+            said = [one["ask"], one["praise"], one["hint"], *(why for _, why in one["mistakes"])]
+            assert not any("{" in text for text in said), "a number that was not filled in"
             for wrong, _ in one["mistakes"]:
                 verdict = questions.judge(one, typed(wrong)) if wrong else {"right": None}
                 assert not verdict["right"], one

@@ -166,7 +166,7 @@ def excuse(diff: str, reasons: dict[str, str]) -> str | None:
 
 
 def copy_repository(folder: Path) -> None:
-    """What git knows of, as it lies in the working tree."""
+    """The files that git knows, as they are in the working tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

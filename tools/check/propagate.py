@@ -2,7 +2,7 @@
 
 Stages are copies, so a fix in an early stage must travel. For every file that differs from HEAD in
 the given stage, each later stage gets a three-way merge: base is the early stage's file at HEAD,
-ours the later stage's file, theirs the early stage's file as it lies in the working tree. A file
+ours the later stage's file, theirs the early stage's file as it is in the working tree. A file
 that the later stage never changed simply stays a copy. Knows git and files, nothing of Python.
 
     python tools/check/propagate.py 01

@@ -19,7 +19,7 @@ from pathlib import Path
 
 MAX_STAGE_LINES = 800
 # The last stage has three options besides its subject (a share for decodes, whole prompts reserved
-# at once, a target for the time of a step), which nobody has to copy on.
+# at once, a target for the time of a step), which no later stage copies.
 MAX_LAST_STAGE_LINES = 880
 LAST_STAGE = "04"
 MAX_FILE_LINES = 260

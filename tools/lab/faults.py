@@ -1,7 +1,7 @@
 """Eight broken engines: small changes of a stage's files, each of which breaks one invariant.
 
-A fault is planted by the exact text that it replaces. Where that text is gone or stands there
-twice, planting fails: the fault must then be written anew. Used by the page (the ward) and by
+A fault is planted by the exact text that it replaces. If that text is gone or occurs
+twice, planting fails, and the fault must be updated. Used by the page of broken engines and by
 `make start ... FAULT=n`.
 """
 
@@ -22,7 +22,7 @@ class Fault:
         invariant: key of what it breaks, see `tools.lab.invariants`.
         why: told when the reader has found it.
         test: a test of the contract that fails with it.
-        setting: what the ward runs, as `tools.lab.drive.run` takes it.
+        setting: what the page runs, as `tools.lab.drive.run` takes it.
     """
 
     file: str
@@ -41,7 +41,7 @@ class Fault:
             count = source.count(self.old)
             raise ValueError(
                 f"fault {number_of(self)}: its text is {count} times in {self.file}, expected "
-                f"once; write it anew in tools/lab/faults.py: {self.old!r}"
+                f"once; update tools/lab/faults.py: {self.old!r}"
             )
         return {**files, self.file: source.replace(self.old, self.new)}
 
@@ -75,8 +75,8 @@ FAULTS = (
         old="        block_table[t // block_size] * block_size + t % block_size\n",
         new="        block_table[t // block_size] * block_size + (t - start_pos) % block_size\n",
         invariant="slot",
-        symptom="Prompts of one chunk are answered well. Then the second word of every answer is "
-        "strange, and long prompts are forgotten.",
+        symptom="The first word of an answer to a short prompt is right, the next ones are "
+        "strange, and long prompts seem forgotten.",
         why="The offset is counted from the start of the slice. A whole prompt starts at 0, so the "
         "two agree there. A chunk that begins inside of a block, and every decode, is written to "
         "the wrong offset.",
@@ -92,10 +92,10 @@ FAULTS = (
         "            sequence.cached_token_count = start_pos + num_tokens\n"
         "            self.block_manager.publish(sequence, start_pos)\n",
         invariant="published",
-        symptom="Two users send the same prompt in one step. When that step fails, everybody who "
-        "asks the same later gets an answer to something else.",
+        symptom="Two users send the same prompt in one step. When that step fails, later "
+        "requests with the same prompt get an answer to something else.",
         why="Publishing happens in `schedule`, before anything is computed. If the step then "
-        "fails, the block's name stays, and its content was never written.",
+        "fails, the block keeps its hash, but its content was never written.",
         test="test_B3_a_failed_forward_publishes_nothing",
         setting=setting(
             request("A", 0, 70, 8, shared=64),
@@ -109,10 +109,10 @@ FAULTS = (
         new="        sequence = max(self.running, key=lambda s: len(s.block_table))\n"
         "        self.running.remove(sequence)\n",
         invariant="youngest",
-        symptom="With a small pool, long requests take for ever: they are computed again and "
-        "again, while short ones that came later pass by.",
-        why="It takes from the one that holds most, and not from the youngest. Two long requests "
-        "can then rob each other in turn, and nobody is safe who must advance.",
+        symptom="With a small pool, long requests take forever: they are computed again and "
+        "again, while short ones that came later finish first.",
+        why="It preempts the request that holds most blocks, not the youngest. Two long requests "
+        "can then preempt each other in turn, and no request is sure to advance.",
         test="test_S7_a_preempted_request_keeps_its_place",
         setting=setting(
             request("A", 0, 60, 60),
@@ -145,10 +145,10 @@ FAULTS = (
         "            self.block_manager.free(sequence)\n"
         "        sequence.status = SequenceStatus.FINISHED\n",
         invariant="ends",
-        symptom="Fine for hours. The pool then shrinks a little whenever somebody closes the "
-        "window while a document is being read.",
+        symptom="All is well for hours. But the pool shrinks a little whenever a user closes the "
+        "window while a document is in prefill.",
         why="The clean-up only knows RUNNING. A PREFILLING sequence that is aborted keeps its "
-        "blocks for ever.",
+        "blocks forever.",
         test="test_A1_abort_in_every_state",
         setting=setting(
             request("A", 0, 40, 30),
@@ -163,7 +163,7 @@ FAULTS = (
         invariant="name",
         symptom="After some hours a prompt that was asked before gets a fluent answer about "
         "something else. A restart helps.",
-        why="A cached block is handed out again, and its old name still leads to it. Who asks for "
+        why="A cached block is reused, but its old hash still leads to it. A request for "
         "the old content finds the new one.",
         test="test_B2_a_reused_block_loses_its_hash",
         setting=setting(
@@ -180,8 +180,8 @@ FAULTS = (
         invariant="past",
         symptom="Chats are fine. The answers about documents are noise, except for those that fit "
         "into one chunk.",
-        why="The context of a chunk is said to be the whole prompt. Its rows read slots that are "
-        "not written yet, and sit at the wrong places besides.",
+        why="The context of a chunk is taken to be the whole prompt. Its rows read slots that are "
+        "not written yet, and their causal mask is shifted.",
         test="test_C1_chunks_see_no_further_than_their_own_end",
         setting=setting(request("A", 0, 50, 10), request("document", 2, 220, 4)),
     ),
@@ -191,9 +191,9 @@ FAULTS = (
         new="self.max_num_batched_tokens - len(slices)\n",
         invariant="budget",
         symptom="One document at a time is no problem. When three arrive together, all streams "
-        "become slow, although nobody changed the budget.",
+        "become slow, although the budget is unchanged.",
         why="A slice is charged as one token, whatever its length is. That is right for decodes "
-        "and wrong for chunks: what is left of the budget goes below zero, and nobody notices.",
+        "and wrong for chunks: a step can compute more tokens than the budget allows.",
         test="test_between_two_tokens_never_more_than_the_budget",
         setting=setting(
             request("A", 0, 20, 20),

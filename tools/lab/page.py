@@ -1,6 +1,6 @@
 """What a page can ask: each function takes and gives what JSON can hold.
 
-In a page the files of the course lie under `/course`, in a checkout where they are.
+In a page the files of the course are under `/course`, in a checkout in its folders.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ chapter's arithmetic. A question is a dictionary:
     ask       the question
     form      "numbers", "names" or "slices" (a name and a number each), what is to be typed
     right     the answer: a list of numbers, of names, or of [name, number]
-    mistakes  pairs of a wrong answer and why somebody gives it
-    praise, hint  for the right answer, and for a wrong one that nobody foresaw
+    mistakes  pairs of a wrong answer and the reason for it
+    praise, hint  for the right answer, and for a wrong one that is not in `mistakes`
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def question(
     hint: str,
     form: str = "numbers",
 ) -> Question:
-    """Put a question together; a mistake that leads to the right answer is none."""
+    """Put a question together; mistakes that lead to the right answer are left out."""
     wrong = [[answer, why] for answer, why in mistakes if answer != right]
     return {
         "ask": ask,
@@ -47,7 +47,7 @@ def question(
 
 
 def read(form: str, typed: str) -> list[Any] | None:
-    """What somebody typed, as an answer of that form; None if it is none."""
+    """The typed text as an answer of that form; None if it is not one."""
     typed = typed.replace("¶", "document")
     if form == "numbers":
         found = re.findall(r"-?\d+(?:[.]\d+)?", re.sub(r"(?<=\d)[, ](?=\d{3}\b)", "", typed))
@@ -154,7 +154,7 @@ def some_traffic(rng: Random, stage: int) -> dict[str, Any]:
 
 
 def _state(made: Mapping[str, Any], step: Mapping[str, Any]) -> str:
-    """How everything stands before a step, in a sentence or two."""
+    """The state before a step, in a sentence or two."""
     requests = {one["id"]: one for one in made["requests"]}
     parts = []
     streams = [name for name in step["running"] if name not in step["prefilling"]]
@@ -228,8 +228,8 @@ def next_slices(made: Mapping[str, Any], files: Mapping[str, str], index: int) -
         right,
         "Right. That is what the scheduler does.",
         mistakes,
-        "Decodes first, one token each. Then prompts under way, then new ones, while budget is "
-        "left."
+        "Decodes first, one token each. Then prompts that have begun, then new ones, while "
+        "budget is left."
         if stage == 4
         else "If a prompt waits and fits, the step computes prompts, and each of them whole. If "
         "none does, each stream gets one token.",
@@ -238,7 +238,7 @@ def next_slices(made: Mapping[str, Any], files: Mapping[str, str], index: int) -
 
 
 def victim(made: Mapping[str, Any], files: Mapping[str, str], index: int) -> Question:
-    """Who loses its blocks in step `index`?"""
+    """Which request is preempted in step `index`?"""
     step = history(made, files)[index]
     right = step["preempted"][:1]
     holds = {name: len(step["before"][name]) for name in step["running"]}
@@ -247,18 +247,18 @@ def victim(made: Mapping[str, Any], files: Mapping[str, str], index: int) -> Que
     said = ", ".join(f"{name} holds {n}" for name, n in holds.items())
     return question(
         f"In order of arrival: {said} blocks. No block is free, and one of them needs another. "
-        "Whose blocks are taken first?",
+        "Which one is preempted first?",
         right,
-        "Right. The youngest gives, so the oldest always advances, and in the end all finish.",
+        "Right. The youngest is preempted, so the oldest always advances, and all finish.",
         [
             (
                 [step["running"][0]],
-                "If the oldest gave, two requests could rob each other for ever.",
+                "If the oldest were preempted, two requests could preempt each other forever.",
             ),
-            ([most], "It does not matter who holds most. Who arrived last?"),
-            ([least], "It does not matter who holds least. Who arrived last?"),
+            ([most], "It does not matter which one holds most. Which one arrived last?"),
+            ([least], "It does not matter which one holds least. Which one arrived last?"),
         ],
-        "Only those that hold blocks can give some, and it matters who arrived last.",
+        "Only a request that holds blocks can be preempted. Which of them arrived last?",
         "names",
     )
 
@@ -282,8 +282,11 @@ def where(made: Mapping[str, Any], files: Mapping[str, str], index: int, rng: Ra
         [
             ([t // size, offset], "That is the logical block. Look it up in the table."),
             ([block, 0], "A slice does not begin a new block. The offset is the remainder."),
-            ([table[0], 0], "That is where the slice would lie if one counted from its start."),
-            ([block * size + offset], "That is the slot. Asked for are block and offset."),
+            (
+                [table[0], 0],
+                "You counted from the start of the slice. Count from the sequence's.",
+            ),
+            ([block * size + offset], "That is the slot. The question asks for block and offset."),
         ],
         f"Logical block: {t} // {size}. Offset: {t} % {size}. The table says which block that is.",
     )
@@ -389,11 +392,11 @@ def stall(rng: Random, files: Files) -> Question:
     cut += f"{made['options']['max_num_batched_tokens']}" if stage == 4 else ""
     return question(
         f"Stage {stage:02d}: {streams} chats stream, and a document of {document['prompt']} "
-        f"tokens, which nobody has seen before, is computed{cut if stage == 4 else ''}. Up to how "
-        "many tokens are computed between two tokens of chat A, those of the step that brings "
-        "it included?",
+        f"tokens, none of which is in the cache, is computed{cut if stage == 4 else ''}. Up to how "
+        "many tokens are computed between two tokens of chat A, including those of the step that "
+        "yields the second one?",
         [max(gaps)],
-        "Right. That is the stall, counted.",
+        "Right. That is the stall, counted in tokens.",
         [
             (
                 [document["prompt"]],
@@ -402,7 +405,7 @@ def stall(rng: Random, files: Files) -> Question:
             ([chunk], "The streams' tokens are computed in the same step."),
             ([streams], "That is a usual step, without the document."),
         ],
-        "Which steps lie between two tokens of A while the document is computed? Add up their "
+        "Which steps are between two tokens of A while the document is computed? Add up their "
         "tokens.",
     )
 
@@ -443,7 +446,7 @@ def blocks(rng: Random, files: Files) -> Question:
         [right, right * size - tokens],
         "Right. Only the last block wastes anything.",
         [
-            ([tokens // size, 0], "The last block is not full, and it is held all the same."),
+            ([tokens // size, 0], "The last block is not full, but it is held."),
             ([tokens // size, tokens % size], "The last block is held, too; that many are in use."),
             ([right, tokens % size], "That many of the last block's slots are in use."),
         ],
@@ -531,14 +534,14 @@ def reads(rng: Random, files: Files) -> Question:
         f"A context of {length} tokens, blocks of {size}. How many table entries does a decode "
         "read, and how many slots of the last block?",
         [entries, last],
-        "Right. What lies behind the last token is old memory, and is never loaded.",
+        "Right. The slots after the last token hold old memory and are never loaded.",
         [
             ([length // size, last], "A last block that is not full is read as well."),
-            ([entries, size], "Behind the last token there is old memory."),
+            ([entries, size], "The slots after the last token hold old memory."),
             ([entries, 0], "The remainder is 0, and yet the last block is read: it is a full one."),
-            ([entries, size - last], "So many slots of the last block hold nothing."),
+            ([entries, size - last], "That is how many slots of the last block are empty."),
         ],
-        f"Lay {length} tokens into blocks of {size}.",
+        f"Put {length} tokens into blocks of {size}.",
     )
 
 
@@ -555,7 +558,7 @@ def backwards(rng: Random, files: Files) -> Question:
         [
             ([slot_], "That is the slot itself."),
             ([slot_ % size], "That is the offset in its block. Which logical block is it?"),
-            ([slot_ // size], "That is the block. Where does it stand in the table?"),
+            ([slot_ // size], "That is the block. At which index of the table is it?"),
             ([t + 1], "Tokens count from 0."),
         ],
         f"Block {slot_} // {size}, its index in the table, offset {slot_} % {size}.",
@@ -609,7 +612,7 @@ def merge(rng: Random, files: Files) -> Question:
         [
             (
                 [(a1 / t1 + a2 / t2) / 2],
-                "Not the mean of the two outputs: who has more weight counts more.",
+                "Not the mean of the two outputs: the one with more weight counts more.",
             ),
             ([float(a1 / t1 + a2 / t2)], "Outputs cannot be added. Add accumulators and totals."),
             ([float(a1 + a2)], "Divide by the total in the end."),
@@ -639,16 +642,16 @@ def found(rng: Random, files: Files) -> Question:
     right = next(s["starts"]["B"] for s in steps if "B" in s["starts"])
     return question(
         f"Blocks of 16. A is in the cache. B has a prompt of {prompt} tokens, and its first "
-        "{shared} are those of A. How many tokens of B are found?",
+        f"{shared} are those of A. How many tokens of B are found?",
         [right],
         "Right: full blocks only, and the last token is always computed.",
         [
-            ([shared], "Only full blocks are shared; and somebody must compute the last token."),
+            ([shared], "Only full blocks are shared, and the last token must be computed."),
             (
                 [shared // 16 * 16],
                 "The last token of a prompt is always computed: its logits are needed.",
             ),
-            ([right // 16], "Those are blocks. Tokens are asked for."),
+            ([right // 16], "Those are blocks. The question asks for tokens."),
         ],
         "How many full blocks are the same, and is the prompt's last token in one of them?",
     )
@@ -665,7 +668,7 @@ def left_to_compute(rng: Random, files: Files) -> Question:
         [
             (
                 [prompt - shared],
-                "What is found are full blocks. The rest of a block is computed again.",
+                "Only full blocks are found. The rest is computed again.",
             ),
             ([prompt], "That is stage 02. Here the cached prefix is skipped."),
             ([0], "At least one token is computed: its logits are needed."),
@@ -702,7 +705,7 @@ def references(rng: Random, files: Files) -> Question:
             ([1, held], "Each table that holds a block counts."),
             ([right, alone], "Shared blocks were counted once for each table."),
         ],
-        "How many tables name the first block? Then count each shared block once.",
+        "How many tables contain the first block? Then count each shared block once.",
     )
 
 
@@ -726,24 +729,24 @@ def reused(rng: Random, files: Files) -> Question:
     (_, a), (_, b) = made
     return question(
         f"Blocks of {size}. A had {lengths[0]} tokens in blocks {a}, B had {lengths[1]} in {b}; "
-        "full ones were published. A ended, then B. All blocks are free. Which block is handed "
-        "out next?",
+        "full ones were published. A ended, then B. All blocks are free. Which block is allocated "
+        "next?",
         [right],
-        "Right: first what holds nothing that can be found, then least recently used, tail first.",
+        "Right: first blocks without published content, then the least recently used, tail first.",
         [
             (
                 [a[0]],
                 "The head of a chain is reused last: its children could not be found without it.",
             ),
             ([b[0]], "The head of a chain is reused last, and B was used more recently."),
-            ([a[-1]], "Is there a free block that holds nothing that can be found?"),
+            ([a[-1]], "Is there a free block without published content?"),
             (
                 [b[-1]],
-                "B was used more recently. Does that block hold something that can be found?",
+                "B was used more recently. Does that block have published content?",
             ),
         ],
-        "A block that is not full has no name and goes first; the latest freed of those before "
-        "others. If all are full: least recently used, tail before head.",
+        "A block that is not full has no hash and is reused first; of several, the one freed last. "
+        "If all are full: least recently used, tail before head.",
     )
 
 
@@ -753,16 +756,16 @@ def shared_blocks(rng: Random, files: Files) -> Question:
         f"Two prompts of {total} tokens are the same but for token {differs}. Blocks of {size}. "
         "How many blocks do they share?",
         [differs // size],
-        "Right. Every block after it has another parent, and so another name.",
+        "Right. Every block after it has another parent, and so another hash.",
         [
             (
                 [total // size - 1],
-                "Blocks after the difference have another parent, so another name.",
+                "Blocks after the difference have another parent, so another hash.",
             ),
             ([-(-differs // size)], "The block with the difference in it is not shared."),
             ([differs], "Those are tokens."),
         ],
-        "Which blocks lie wholly before the difference?",
+        "Which blocks are wholly before the difference?",
     )
 
 
@@ -807,10 +810,10 @@ def chunk_counters(rng: Random, files: Files) -> Question:
         [
             ([cached, cached, later + 1], "The first one stops at the prompt's length."),
             ([prompt, cached + 1, later + 1], "The newest token is not in the cache."),
-            ([prompt, cached, later], "The last chunk brings the first token."),
+            ([prompt, cached, later], "The last chunk yields the first token."),
             ([prompt, prompt, later + 1], "Every decode caches a token."),
         ],
-        "The last chunk brings token 1; each step after it caches one and generates one.",
+        "The last chunk yields token 1; each step after it caches one and generates one.",
     )
 
 
@@ -859,9 +862,9 @@ def chunk_reads(rng: Random, files: Files) -> Question:
     prompt = size * (k + 2) + rng.randint(1, size - 1)
     return question(
         f"A prompt of {prompt} tokens in chunks of {size}. How many tokens does the last row of "
-        "chunk {k} (counted from 0) attend to?",
+        f"chunk {k} (counted from 0) attend to?",
         [size * (k + 1)],
-        "Right: to its own end, and not to the prompt's.",
+        "Right: up to the end of the chunk, not of the prompt.",
         [
             ([prompt], "What comes after the chunk is not written yet."),
             ([size], "The chunks before are in the cache, and are seen as well."),
@@ -891,7 +894,7 @@ def measures(rng: Random, files: Files) -> Question:
             ([times[0], itl, float(tpot)], "TTFT begins when the request was added."),
             ([ttft, itl, float((times[-1] - times[0]) / 5)], "Five tokens have four gaps."),
             ([ttft, itl, float((times[-1] - arrival) / 5)], "TPOT leaves the first wait out."),
-            ([ttft, sorted(gaps)[1], float(tpot)], "The longest gap is asked for."),
+            ([ttft, sorted(gaps)[1], float(tpot)], "The question asks for the longest gap."),
         ],
         "TTFT: added to first token. ITL: each gap. TPOT: (last - first) / (n - 1).",
     )
@@ -900,7 +903,7 @@ def measures(rng: Random, files: Files) -> Question:
 def ratio(rng: Random, files: Files) -> Question:
     usual, longest = rng.randint(20, 60), rng.randint(5, 40) * 100
     return question(
-        f"Streams have a token every {usual} ms as a rule. While a long prompt is computed, the "
+        f"Streams usually have a token every {usual} ms. While a long prompt is computed, the "
         f"longest gap is {longest:,} ms. What is the stall ratio?",
         [float(longest / usual)],
         "Right.",
@@ -920,7 +923,7 @@ def quantile(rng: Random, files: Files) -> Question:
         f"{stalls} of {gaps:,} gaps are stalls of two seconds. Which is the first of p50, p90, "
         "p99, p100 (the maximum) that shows them? Type its number.",
         [right],
-        "Right. A percentile does not see what is rarer than its distance from 100.",
+        "Right. A percentile misses what is rarer than its distance from 100.",
         [
             ([n], f"p{n} leaves {100 - n} % of the gaps above it; {100 * share:g} % are stalls.")
             for n in (50, 90, 99, 100)
@@ -935,7 +938,7 @@ def waste(rng: Random, files: Files) -> Question:
     right = 100 * (1 - sum(tokens) / slots)
     return question(
         f"Three sequences hold {tokens[0]}, {tokens[1]} and {tokens[2]} tokens in blocks of "
-        "{size}. What is the KV waste, in per cent?",
+        f"{size}. What is the KV waste, in per cent?",
         [float(right)],
         "Right.",
         [
@@ -955,7 +958,7 @@ def output_rate(rng: Random, files: Files) -> Question:
     )
     return question(
         f"{count} requests with {prompt} prompt tokens each generate {new} tokens each, all in "
-        "{seconds} s. Output tokens per second, and total tokens per second?",
+        f"{seconds} s. Output tokens per second, and total tokens per second?",
         [float(count * new / seconds), float(count * (prompt + new) / seconds)],
         "Right.",
         [
@@ -982,12 +985,11 @@ def vllm_order(rng: Random, files: Files) -> Question:
         f"{left} tokens left to compute, then the streams {', '.join(names)}. Which slices has "
         f"the next step? {ORDER}",
         right,
-        "Right. vLLM goes through `running` in order, whoever decodes or not. Ours takes "
-        "decodes first.",
+        "Right. vLLM goes through `running` in order, decodes or not. Ours takes decodes first.",
         [
             (
                 [*([name, 1] for name in names), ["document", budget - streams]],
-                "That is our order: decodes first. vLLM goes through `running` as it stands.",
+                "That is our order: decodes first. vLLM goes through `running` in order.",
             ),
             ([*([name, 1] for name in names)], "The document is first in `running`."),
             ([["document", left]], "The budget bounds it."),
@@ -1026,7 +1028,7 @@ def retracted(rng: Random, files: Files) -> Question:
     }
     return question(
         f"Memory runs out while four requests decode, in order of arrival: {said} tokens. Which "
-        f"one does {engine} take back first?",
+        f"one does {engine} preempt first?",
         right,
         f"Right. {why[engine]}",
         [([name], why[engine]) for name in names],
@@ -1040,16 +1042,16 @@ def admitted(rng: Random, files: Files) -> Question:
     need = -(-prompt // size)
     return question(
         f"{free} blocks of {size} are free. A prompt of {prompt} tokens waits, and its first chunk "
-        "has 64. How many free blocks does our stage 04 ask for to admit it, and how many vLLM "
+        "has 64. How many free blocks does our stage 04 require to admit it, and how many vLLM "
         "by default?",
         [4, need],
-        "Right. vLLM asks for the whole prompt, and reserves nothing by that.",
+        "Right. vLLM checks the whole prompt, but reserves nothing.",
         [
             ([need, need], "Ours asks for the blocks of the first chunk."),
             ([4, 4], "vLLM admits a prompt only if the whole of it would fit now."),
             ([need, 4], "The other way round."),
         ],
-        "Ours allocates chunk by chunk. vLLM looks at the whole prompt "
+        "Ours allocates chunk by chunk. vLLM checks the whole prompt "
         "(`scheduler_reserve_full_isl`).",
     )
 

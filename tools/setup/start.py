@@ -80,7 +80,7 @@ def start(root: Path, stage: str, target: Path, fault: int | None = None) -> lis
             return plant(target, new, fault)
         return fill(target, stages.get(f"{int(number) - 1:02d}", new), new)
     except BaseException:
-        shutil.rmtree(target, ignore_errors=True)  # nobody is left with half a folder
+        shutil.rmtree(target, ignore_errors=True)  # no half-made folder is left behind
         raise
 
 

@@ -200,7 +200,7 @@ def picture(name: str, alt: str, caption: str = "", page: str = "", folder: Path
     Args:
         name: of its files, before "-light.png".
         alt: what is to be seen, for those who do not see it.
-        page: where the page lies below `docs`.
+        page: the page's path below `docs`.
 
     Raises:
         DocsError: a variant is not there.

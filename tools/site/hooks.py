@@ -1,4 +1,4 @@
-"""What mkdocs does besides: notebooks become pages, and the finished site is checked.
+"""What mkdocs does in addition: notebooks become pages, and the finished site is checked.
 
 A notebook in `notebooks/` becomes a page with its text, code and outputs as they were committed.
 After the build every link, anchor and resource of every page is looked up; what leads nowhere, or

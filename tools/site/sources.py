@@ -165,7 +165,7 @@ class Hunk:
 
 
 def stage_folder(number: int) -> Path:
-    """Where a stage lies."""
+    """The folder of a stage."""
     return next((ROOT / "stages").glob(f"{number:02d}_*"))
 
 
