@@ -113,6 +113,17 @@ def test_scores_of_any_size(kernels: ModuleType, scale: float, num_workers: int)
     torch.testing.assert_close(got.double(), problem.answer, rtol=1e-4, atol=1e-5)
 
 
+def test_parts_are_joined_by_the_largest_of_their_maxima(kernels: ModuleType) -> None:
+    """The largest score of all is in part 0, 1 or 2; by another one, e**200 would overflow."""
+    for largest in range(3):
+        maximum = np.zeros((3, 1), dtype=np.float32)
+        maximum[largest] = 200
+        acc = np.arange(1, 13, dtype=np.float32).reshape(3, 1, 4)
+        out = np.empty((1, 4), dtype=np.float32)
+        kernels._merge(acc, maximum, np.full((3, 1), 2, dtype=np.float32), out)
+        np.testing.assert_allclose(out, acc[largest] / 2, rtol=1e-6)
+
+
 def test_a_context_longer_than_the_block_table_is_refused(kernels: ModuleType) -> None:
     problem = make_problem(PLAIN, [128, 40], [1, 1], max_blocks=8)
     problem.context_lens[0] = 129
