@@ -1,4 +1,4 @@
-"""What no stage is about: models, sampling, text, command line, traces, benchmarks."""
+"""What all stages use: models, sampling, text, command line, traces, benchmarks."""
 
 import sys
 

@@ -41,7 +41,7 @@ def wait_briefly(environ: MutableMapping[str, str], modules: Container[str]) -> 
         modules: what is imported already, `sys.modules`.
 
     Returns:
-        False if torch is imported already and waits as it does by default; a line of the log tells.
+        False if torch is imported already and waits in its own way; a line of the log says so.
     """
     if any(name in environ for name in OF_THE_USER):
         return True

@@ -34,7 +34,7 @@ OF_A_FILE = {
         ("*A1_*|*A3_*", CHUNKS, "An abort in the middle"),
         ("*S4_*|*between_two_tokens*|*share*|*turn*|*S5_*", CHUNKS, "Decodes first"),
         (
-            "*S3_*|*half_done_prompt_takes*|*admitted*|*mixed_company*",
+            "*S3_*|*half_done_prompt_takes*|*admitted*|*budget_back*|*mixed_company*",
             CHUNKS,
             "Partial prefills that block each other",
         ),

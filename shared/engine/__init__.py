@@ -1,4 +1,4 @@
-"""What every engine is made of and no stage is about: requests, sampling, text, step records.
+"""What every engine needs and no stage is about: requests, sampling, text, step records.
 
-Imports no other room.
+Imports no other package of `shared`.
 """

@@ -19,15 +19,15 @@ BACKENDS = {
     "triton": ("paged_attention_triton", "cuda", "triton"),
     "numba": ("paged_attention_cpu", "cpu", "numba"),
     "gather": ("paged_attention_gather", None, "torch"),
-    "plain": ("paged_attention_plain", None, "torch"),  # to be read; "auto" never comes to it
+    "plain": ("paged_attention_plain", None, "torch"),  # to be read; "auto" never chooses it
 }
 
 
 def load_kernels(package: str | None, backend: str, shape: ModelShape) -> ModuleType:
-    """The kernels of `backend`, or, for "auto", of the fastest that runs here; ready to be called.
+    """The kernels of `backend`, or, for "auto", of the fastest that runs here; ready to call.
 
     Args:
-        package: the stage that asks, whose own kernels these are.
+        package: of the stage whose kernels these are.
 
     Raises:
         ValueError: `backend` cannot run here; the message says why.

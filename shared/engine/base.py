@@ -100,7 +100,7 @@ class EngineBase:
         request_id: str | None,
         check: Callable[[int, int | None], int],
     ) -> Request:
-        """Check everything about a request but whether its id is free. Changes nothing.
+        """Check everything about a request except whether its id is free. Changes nothing.
 
         Args:
             check: given the number of prompt tokens and `max_tokens`, returns the `max_tokens` to
@@ -381,9 +381,9 @@ class EngineBase:
     ) -> Iterator[RequestOutput]:
         """Add a request now and iterate over its outputs. Closing the iterator aborts it.
 
-        Several streams may be read in turn: reading one drives the whole engine. Of a completion
-        whose outputs nobody takes, the oldest 63 are kept, and the newest with all later text in
-        its `new_text`. With `n` above 1 the outputs of all completions come as they are made.
+        Several streams may be read in turn: reading one drives the whole engine. Of a
+        completion whose outputs are not read, the oldest 63 are kept, and the newest with all later
+        text in its `new_text`. With `n` above 1 all completions' outputs come as they are made.
         """
         outputs = self._take(self._open(prompt, sampling_params, most=MAX_UNREAD))
         next(outputs)
@@ -442,9 +442,9 @@ class EngineBase:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def progress(self, request_id: str) -> dict[str, Any] | None:
-        """How far a live request has got inside, however little it has shown; None if not live.
+        """How far a live request has got, even if it has no output yet; None if not live.
 
-        A request without a first token may not have begun, or be half done: only the engine knows.
+        A request without a first token may not have begun, or may be half done.
         `seconds` is the time since its arrival. Of several completions, the first that is live.
         """
         request = next(filter(self._is_live, self._groups.get(request_id, ())), None)

@@ -117,7 +117,7 @@ class IncrementalDetokenizer:
             return ""
         # 2. Show all up to the last place where no character is cut in two: there the parts
         # decode to the same apart as together, while the two halves of a character decode to one
-        # U+FFFD more. Such a place is near, since an incomplete character has three bytes at most.
+        # more U+FFFD. Such a place is near, since an incomplete character has three bytes at most.
         new_text = self._new_text(end)
         for cut in range(end - 1, self._read_offset, -1):
             left = self._new_text(cut)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def save(path: str | Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8. If that fails, what was there before stays.
+    """Write a file, text as UTF-8. If that fails, the old file stays.
 
     Raises:
         OSError: the folder is missing or cannot be written, or the disk is full.
@@ -23,7 +23,7 @@ def save(path: str | Path, content: str | bytes) -> None:
         return
     try:
         descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    except OSError as error:  # it names the part, which nobody asked for
+    except OSError as error:  # it names the temporary file
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -36,7 +36,7 @@ def save(path: str | Path, content: str | bytes) -> None:
 
 
 def try_out(path: str | Path) -> None:
-    """Raise the OSError of `save` now, before there is something to lose. Leaves no trace."""
+    """Raise the OSError of `save` now, before there are results to lose. Leaves no file."""
     path = Path(path).resolve()
     if path.is_char_device():  # /dev/full is full, /dev/null is not
         with open(path, "wb", buffering=0) as file:

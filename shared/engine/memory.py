@@ -14,7 +14,7 @@ from .model_shape import ModelShape
 logger = logging.getLogger(__name__)
 
 # Default share of memory that may be used: on CUDA of the whole device, from which
-# weights and activations go off; on CPU of what is available, as other programs live there, too.
+# weights and activations are subtracted; on CPU of what is available, as others use it, too.
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.25}
 
 
@@ -29,7 +29,7 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
 
     Args:
         config: a stage's `EngineConfig` with its `max_model_len` known.
-        profile: runs the largest forward that can come; called on CUDA only, where the memory
+        profile: runs the largest possible forward; called on CUDA only, where the memory
             that it takes at its peak is not there for the cache.
 
     Raises:

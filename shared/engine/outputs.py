@@ -32,7 +32,7 @@ class SampledToken(NamedTuple):
 
 @dataclass
 class RequestMetrics:
-    """When things happened to one request, and the measures that follow.
+    """The times of one request, and the measures computed from them.
 
     Attributes:
         token_times: when each generated token was there, in order.
@@ -210,7 +210,7 @@ class Request:
     def finish(self, reason: str, now: float) -> None:
         """End the request from outside ("abort", "error"); a finished one stays as it is.
 
-        The text that was held back is let go.
+        Text that was held back is released.
         """
         if not self.finished:
             with suppress(Exception):  # a tokenizer that has failed may fail again

@@ -1,4 +1,4 @@
-"""From what a user hands in to token ids. Knows tokenizers, not engines."""
+"""From a user's input to token ids. Knows tokenizers, not engines."""
 
 from __future__ import annotations
 

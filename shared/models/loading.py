@@ -280,7 +280,7 @@ def _hub_answers(name: str) -> bool:
 
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
-    except (HfHubHTTPError, ValueError):  # there is no such model, which the loading will tell
+    except (HfHubHTTPError, ValueError):  # there is no such model, as loading will report
         return True
     except Exception:  # no connection
         return False

@@ -1,7 +1,7 @@
-"""What the notebooks need besides an engine: the model, the running example, times.
+"""What the notebooks need in addition to an engine: the model, the running example, times.
 
-`draw` makes pictures of traces and block tables, `puzzles` checks answers. Knows engines from
-outside only.
+`draw` makes pictures of traces and block tables, `puzzles` checks answers. Knows only the
+public side of engines.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ BROKEN = {
     "a room that is not in the list": (
         "shared/attic/old.py",
         "import math",
-        "shared/attic/old.py: attic is no room of the list",
+        "shared/attic/old.py: attic is no package of the list",
     ),
     "a circle": (
         "shared/measure/metrics.py",

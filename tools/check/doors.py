@@ -1,12 +1,12 @@
-"""Who may import whom, rule by rule: `RULES` below is the list.
+"""Which module may import which, rule by rule: `RULES` below is the list.
 
 The rules make the stages readable one file at a time: the bookkeeping (sequence, block manager,
-scheduler) runs without a tensor, attention works without a sequence, and a stage folder can be
+scheduler) runs without tensors, attention works without sequences, and a stage folder can be
 copied anywhere. In `shared` they keep what an engine needs apart from the programs around it.
 Knows source text only: nothing is imported or run.
 
-Run as a program it prints the rooms and the rules, a line for each broken one, and exits with 1 if
-there is any.
+Run as a program it prints the packages of `shared` and the rules, a line for each broken one, and
+exits with 1 if there is any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 BOOKKEEPING = ("sequence", "block_manager", "scheduler")
 TENSOR_LIBRARIES = ("torch", "transformers", "triton")
 
-# The packages of `shared`. One imports only those before it, and the programs not each other.
+# The packages of `shared`. One imports only those before it; programs do not import each other.
 ROOMS = ("engine", "models", "measure", "draw", "programs")
 PROGRAMS = ("bench", "demo", "notebook", "record", "serve")
 OF_AN_ENGINE = ("engine", "models")
@@ -71,7 +71,7 @@ def _imports(text: str) -> tuple[Import, ...]:
 def targets(root: Path, path: Path, each: Import) -> list[Path]:
     """The files of the checkout that an import in `path` brings in; none for other packages.
 
-    Relative imports leave out the package's own __init__: it joins all rooms, whoever enters.
+    Relative imports leave out the package's own __init__, which imports all of the package.
     """
     if each.level:
         folder = path.parents[each.level - 1]
@@ -120,7 +120,7 @@ def at(root: Path, path: Path, each: Import) -> str:
 
 
 def room_of(root: Path, path: Path) -> str:
-    """The room of `shared` that a file is in; "" for one beside the rooms, or outside."""
+    """The package of `shared` that a file is in; "" for one in none of them."""
     parts = path.relative_to(root).parts
     return parts[1] if parts[0] == "shared" and len(parts) > 2 else ""
 
@@ -183,7 +183,7 @@ def of_an_engine(root: Path, stage: Path) -> list[str]:
         if path.name != "__main__.py":
             files |= reached(root, path)
     shared = [path.relative_to(root) for path in files if root / "shared" in path.parents]
-    shared = [p for p in shared if len(p.parts) > 2 and p.stem != "__init__"]  # in a room
+    shared = [p for p in shared if len(p.parts) > 2 and p.stem != "__init__"]  # in a package
     return sorted(".".join(p.with_suffix("").parts) for p in shared)
 
 
@@ -201,7 +201,7 @@ def rooms_are_in_order(root: Path) -> Violations:
     for path in files_of(root / "shared"):
         room = room_of(root, path)
         if room and room not in ROOMS + PROGRAMS:
-            yield f"{path.relative_to(root).as_posix()}: {room} is no room of the list"
+            yield f"{path.relative_to(root).as_posix()}: {room} is no package of the list"
             continue
         before = ROOMS[: ROOMS.index(room)] if room in ROOMS else ROOMS if room else ("engine",)
         for each in imports(path):
@@ -262,13 +262,13 @@ def _names_a_stage(call: ast.Call) -> bool:
 
 
 RULES: dict[str, Callable[[Path], Violations]] = {
-    "sequence, block_manager and scheduler reach no tensor and import no shared": bookkeeping_is_pure,  # noqa: E501
-    "attention and its kernels know no sequence": attention_knows_no_sequence,
+    "sequence, block_manager and scheduler reach no tensor library and import no shared": bookkeeping_is_pure,  # noqa: E501
+    "attention and its kernels know no sequences": attention_knows_no_sequence,
     "engine.py imports no tensor library": the_engine_knows_no_tensor,
     "inside a stage, imports are relative; no stage imports another": a_stage_can_be_copied,
     "a stage imports shared.engine and shared.models, its __main__ also the cli": a_stage_uses_two_rooms,  # noqa: E501
-    f"an engine brings in at most {MOST_OF_AN_ENGINE} modules of these two rooms": an_engine_is_small,  # noqa: E501
-    "a room of shared imports only rooms before it in the list": rooms_are_in_order,
+    f"an engine brings in at most {MOST_OF_AN_ENGINE} modules of these two packages": an_engine_is_small,  # noqa: E501
+    "a package of shared imports only packages before it in the list": rooms_are_in_order,
     "no modules of shared import each other in a circle": there_is_no_circle,
     "shared finds stages by load_stage only": stages_are_loaded_by_load_stage,
 }
@@ -280,10 +280,10 @@ def violations(root: Path) -> list[str]:
 
 
 def main() -> int:
-    """Print rooms, rules and what breaks them; returns 1 if anything does."""
+    """Print packages, rules and what breaks them; returns 1 if anything does."""
     root = Path(__file__).resolve().parents[2]
     there = [name for name in PROGRAMS if (root / "shared" / name).is_dir()]
-    print(f"rooms of shared, in order: {', '.join(ROOMS)}; programs: {', '.join(there)}")
+    print(f"packages of shared, in order: {', '.join(ROOMS)}; programs: {', '.join(there)}")
     found = violations(root)
     for sentence, rule in RULES.items():
         broken = list(dict.fromkeys(rule(root)))
@@ -293,7 +293,7 @@ def main() -> int:
     engine = of_an_engine(root, stages(root)[-1])
     print(f"an engine brings in {len(engine)} modules of shared:")
     print("  " + " ".join(name.removeprefix("shared.") for name in engine))
-    print(f"doors: {len(found)} broken rules in shared/ and {len(stages(root))} stages")
+    print(f"imports: {len(found)} broken rules in shared/ and {len(stages(root))} stages")
     return bool(found)
 
 

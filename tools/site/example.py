@@ -4,7 +4,7 @@ Four chats with a common system prompt are streaming; a long document arrives. T
 schedulers and block managers run it without a model: tokens are made up, time is counted in steps
 and in tokens computed. So nothing here is a measurement, and everything is exact.
 
-Knows stages by their bookkeeping rooms only (`sequence`, `block_manager`, `scheduler`, `config`),
+Knows only the bookkeeping modules of stages (`sequence`, `block_manager`, `scheduler`, `config`),
 which need no torch.
 """
 

@@ -539,7 +539,7 @@ def measures(words: Words) -> Drawing:
 
 
 def rooms(words: Words) -> Drawing:
-    """The rooms of a stage and the doors between them."""
+    """The modules of a stage and what they import."""
     canvas = Canvas(690, 264)
     canvas.text(8, 18, words["title"], "small muted")
     canvas.rect(8, 32, 270, 152, "soft", stroke="line", radius=6)
