@@ -177,9 +177,11 @@ def occupancy(trace: Trace, num_blocks: int, block_size: int = 16) -> Picture:
     series = {"held, unused": ("doc", held), "tokens": ("a", filled)}
     for colour, values in series.values():
         chart.line(list(enumerate([*values, values[-1]])), colour, steps=True, filled=True)
+    pool = chart.y(num_blocks)
+    canvas.path(f"M{chart.left:.1f} {pool:.1f}H{chart.right:.1f}", width=1.2, dashed=True)
     lost = [i for i, record in enumerate(trace.steps) for _ in record.preempted]
     for i in lost:
-        canvas.cross(chart.x(i + 0.5), chart.y(num_blocks))
+        canvas.cross(chart.x(i + 0.5), pool)
     entries = [(colour, name) for name, (colour, _) in series.items()]
     canvas.legend(chart.left + 40, 16, [*entries, *([("warn", "× preemption")] if lost else [])])
     slots, tokens = sum(slots for *_, slots in use), sum(tokens for _, tokens, _ in use)
