@@ -24,6 +24,7 @@ from tests.contract.helpers import (
     poison_cache,
     preempted,
     run,
+    unfinished,
 )
 from tests.oracle import OracleModel
 from tests.reference import reference_tokens
@@ -99,7 +100,7 @@ def test_C3_slots_come_from_the_whole_sequence(stage: ModuleType, chunk: int) ->
     poison_cache(engine)
     oracle.reset()
     engine.add_request(prompt_of(13), greedy(4), request_id="a")
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         engine.step()
         assert not oracle.faults, (
             f"{last_steps(engine, 1)}: expected that each token reads all tokens before it and "
@@ -137,7 +138,7 @@ def test_C1_chunks_see_no_further_than_their_own_end(
     poison_cache(engine)
     oracle.reset()
     engine.add_request(prompt_of(10), greedy(6))
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         engine.step()
         assert not oracle.faults, f"{last_steps(engine, 1)}: {'; '.join(oracle.faults[:3])}"
     expect(oracle.step_rows, [4, 4, 2, 1, 1, 1, 1, 1], "tokens that each step computed.", engine)
@@ -625,7 +626,7 @@ def test_a_share_never_leaves_a_step_empty(make_engine: Any, tiny: Any) -> None:
     for prompt, length in zip(prompts, lengths, strict=True):
         engine.add_request(prompt, greedy(length))
     outputs: dict[str, list] = {}
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         before = engine.stats()["steps"]
         collect(engine.step(), outputs)
         expect(engine.stats()["steps"], before + 1, "steps that computed something", engine)

@@ -39,11 +39,23 @@ def drain(engine: Any, outputs: dict[str, list[RequestOutput]] | None = None) ->
         outputs: of earlier steps; the new ones are added.
     """
     outputs = {} if outputs is None else outputs
-    for _ in range(2000):
-        if not engine.has_unfinished_requests():
-            return outputs
+    for _ in unfinished(engine):
         collect(engine.step(), outputs)
-    raise AssertionError(f"2000 steps did not finish all requests; the last:\n{last_steps(engine)}")
+    return outputs
+
+
+def unfinished(engine: Any, most: int = 2000) -> Iterator[None]:
+    """For a loop that makes a step in each round: it ends when nothing is left.
+
+    Raises AssertionError after `most` rounds, so that no engine keeps a test for ever.
+    """
+    for _ in range(most):
+        if not engine.has_unfinished_requests():
+            return
+        yield
+    raise AssertionError(
+        f"{most} steps did not finish all requests; the last:\n{last_steps(engine)}"
+    )
 
 
 def collect(new: list[RequestOutput], outputs: dict[str, list[RequestOutput]]) -> None:

@@ -17,6 +17,7 @@ from .helpers import (
     last_steps,
     make_prompt,
     preempted,
+    unfinished,
 )
 
 
@@ -145,7 +146,9 @@ def test_S7_a_preempted_request_keeps_its_place(make_engine: MakeEngine, tiny: A
     engine = make_engine(num_blocks=7, max_num_seqs=2)
     ids = [engine.add_request(make_prompt(9, seed=n), greedy(9)) for n in range(3)]
     outputs: dict[str, list] = {}
-    while not preempted(engine) and engine.has_unfinished_requests():
+    for _ in unfinished(engine, most=100):
+        if preempted(engine):
+            break
         collect(engine.step(), outputs)
     expect(preempted(engine), [ids[1]], "who lost its blocks: the one that came last.", engine)
     assert ids[2] not in outputs, (
@@ -185,7 +188,7 @@ def test_S8_seats(make_engine: MakeEngine, tiny: Any) -> None:
     ids = [engine.add_request(make_prompt(5, seed=n), greedy(2 + n)) for n in range(5)]
     ended: dict[str, int] = {}  # request -> number of steps when it ended
     outputs: dict[str, list] = {}
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         collect(engine.step(), outputs)
         for request_id, seen in outputs.items():
             if seen[-1].finished:

@@ -18,6 +18,7 @@ from .helpers import (
     make_prompt,
     run,
     scripted,
+    unfinished,
 )
 
 
@@ -217,7 +218,7 @@ def test_a_finished_stream_and_a_new_request_with_its_id(
     engine = make_engine()
     stream = engine.stream(make_prompt(4), greedy(3))
     first = next(stream)
-    while engine.has_unfinished_requests():
+    for _ in unfinished(engine):
         engine.step()
     engine.add_request(make_prompt(7), greedy(5), request_id=first.request_id)
     engine.step()
