@@ -34,7 +34,8 @@ from tools.site import macros as docs_macros
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-ASSETS = docs_lab.ROOT / "docs" / "assets"
+ROOT = docs_lab.ROOT
+ASSETS = ROOT / "docs" / "assets"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
@@ -129,6 +130,8 @@ def test_a_fault_breaks_its_invariant_and_the_stage_does_not(number: int) -> Non
     broken = drive.run(fault.setting, fault.plant(files))["broken"]
     assert broken[0]["key"] == fault.invariant
     assert fault.invariant in invariants.sentences()
+    tests = [*ROOT.glob("tests/contract/*.py"), *ROOT.glob("stages/04_*/test_*.py")]
+    assert any(f"def {fault.test}(" in path.read_text() for path in tests), "not one of stage 04"
 
 
 def test_a_fault_whose_text_has_changed_is_refused() -> None:

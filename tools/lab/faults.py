@@ -165,7 +165,7 @@ FAULTS = (
         "something else. A restart helps.",
         why="A cached block is reused, but its old hash still leads to it. A request for "
         "the old content finds the new one.",
-        test="test_B2_a_reused_block_loses_its_hash",
+        test="test_B2_a_reused_block_has_lost_its_old_content",
         setting=setting(
             request("A", 0, 100, 4),
             request("B", 8, 160, 4),
