@@ -6,6 +6,8 @@ that it is right in both modes of a page. Knows nothing of what it draws.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import escape
 
 from .palette import COLOURS, variable
@@ -95,6 +97,13 @@ class Canvas:
         self._parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{variable(fill)}"/>'
         )
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What is drawn meanwhile belongs to `name`, by which a page finds it; "" is no part."""
+        self._parts.append(f'<g data-part="{escape(name)}">' if name else "")
+        yield
+        self._parts.append("</g>" if name else "")
 
     def brace(self, x1: float, x2: float, y: float, depth: float = 8, stroke: str = "line") -> None:
         """A bracket from `x1` to `x2` that is open at `y`, upwards unless `depth` is negative."""

@@ -181,12 +181,14 @@ class StepColumn:
         tokens: computed, by request.
         prefill: those of them whose tokens belong to a prompt.
         preempted: who lost the blocks.
+        parts: under what name a page finds a slice, by request.
     """
 
     index: int
     tokens: Mapping[str, int]
     prefill: Sequence[str] = ()
     preempted: Sequence[str] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 def steps(
@@ -219,7 +221,8 @@ def steps(
             opacity = 1 if name in column.prefill else 0.72
             if tokens:
                 label = f"{tokens:,}"
-                canvas.cell(x + 1, y, each - 2, 24, label, colours[name], opacity)
+                with canvas.part(column.parts.get(name, "")):
+                    canvas.cell(x + 1, y, each - 2, 24, label, colours[name], opacity)
             else:
                 canvas.rect(x + 1, y, each - 2, 24, "free", opacity=0.55)
             if name in column.preempted:

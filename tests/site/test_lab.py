@@ -28,7 +28,7 @@ from tools.lab import drive, faults, invariants, pyodide, questions
 from tools.lab import page as lab_page
 from tools.lab.faults import FAULTS
 from tools.lab.presets import PRESETS
-from tools.site import example, hero
+from tools.site import example, figures, hero, sources
 from tools.site import lab as docs_lab
 from tools.site import macros as docs_macros
 
@@ -569,3 +569,76 @@ def test_the_readmes_pictures_are_those_of_the_recordings() -> None:
         for one in hero.sides():
             assert hero.text_at(one.tokens[0], 0).replace(" ", "")[:40] in said
         assert ("@keyframes" in content) != path.stem.endswith("still")
+
+
+# --- code and picture together ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def together(browser: Any, site: Path) -> Iterator[Any]:
+    """The figure and the listing of `schedule`, marked up as the site's highlighter does it."""
+    path, name = figures.LINKED["steps_4"]
+    first, last = sources.span(path, name)
+    lines = (docs_lab.ROOT / path).read_text(encoding="utf-8").splitlines()
+    code = "\n".join(
+        f'<a id="__codelineno-3-{n}" name="__codelineno-3-{n}"></a>{html.escape(lines[n - 1])}'
+        for n in range(first, last + 1)
+    )
+    listing = (
+        f'<div class="highlight"><span class="filename">{path}, from line {first}</span>'
+        f"<pre><code>{code}\n</code></pre></div>"
+    )
+    element = figures.figure("steps_4", docs_macros.read_data("words")["figures"])
+    (site / "together.html").write_text(PAGE.format(element + listing), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1280, "height": 2000})
+    page.goto((site / "together.html").as_uri())
+    page.wait_for_selector("figure[data-ready]")
+    yield page
+    page.close()
+
+
+def test_a_paragraph_lights_its_slices(together: Any) -> None:
+    """Decodes are those of one token; the document's first chunk is a new prompt, the others not."""
+    steps = example.run(4)[6:20]
+    chunks = [n for step in steps for who, _, n in step.slices if who == "doc" and n > 1]
+    decodes = sum(n == 1 for step in steps for _, _, n in step.slices)
+    new = [n for step in steps for who, _, n in step.slices if who != "doc" and n > 1]
+    together.focus("[data-part='2'].linked")
+    assert together.locator("svg .lit text").all_text_contents() == [str(n) for n in chunks[1:]]
+    assert "PREFILLING" in together.inner_text(".linked.lit")
+    together.keyboard.press("Tab")
+    lit = together.locator("svg .lit text").all_text_contents()
+    assert sorted(lit) == sorted(str(n) for n in [*new, chunks[0]])
+    together.hover("[data-part='1'].linked")
+    assert together.locator("svg .lit").count() == decodes
+    text = "".join(together.locator(".highlight code").all_text_contents())
+    first, last = sources.span(*figures.LINKED["steps_4"])
+    assert text.count("\n") == last - first + 1, "lines have moved"
+
+
+def test_a_slice_lights_its_paragraph_and_a_button_keeps_it(together: Any) -> None:
+    together.mouse.move(0, 0)
+    for part, fragment in (("1", "# 1."), ("2", "# 2."), ("3", "# 3.")):
+        together.hover(f"svg [data-part='{part}'] >> nth=0")
+        assert together.locator(".linked.lit").count() == 1
+        assert fragment in together.inner_text(".linked.lit")
+    together.click(".linked__bar button >> nth=1")
+    together.mouse.move(0, 0)
+    together.locator(".linked__bar button >> nth=1").blur()
+    assert "# 2." in together.inner_text(".linked.lit")
+    assert together.get_attribute(".linked__bar button >> nth=1", "aria-pressed") == "true"
+    together.click(".linked__bar button >> nth=1")
+    together.mouse.move(0, 0)
+    together.locator(".linked__bar button >> nth=1").blur()
+    assert together.locator(".linked.lit").count() == 0
+
+
+def test_paragraphs_are_those_that_a_comment_numbers() -> None:
+    path, name = figures.LINKED["steps_4"]
+    lines = (docs_lab.ROOT / path).read_text(encoding="utf-8").splitlines()
+    found = sources.paragraphs(path, name)
+    assert [lines[first - 1].split()[1] for first, _ in found.values()] == ["1.", "2.", "3."]
+    assert all(lines[last - 1].strip() for _, last in found.values())
+    assert found["3"][1] == sources.span(path, name)[1]
+    with pytest.raises(sources.DocsError, match="0 numbered paragraphs"):
+        sources.paragraphs(path, "Scheduler.add")

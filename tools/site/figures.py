@@ -10,6 +10,7 @@ Knows the bookkeeping of the stages and shapes; no model, no time.
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable, Mapping
 from html import escape
@@ -46,11 +47,27 @@ def figure(name: str, words: Mapping[str, Words]) -> str:
     if name not in words:
         raise DocsError(f"figure {name!r} has no words")
     canvas, values = FIGURES[name](words[name])
+    data = linked(*LINKED[name], words[name]) if name in LINKED else ""
     caption = words[name]["caption"].format(**{**example.facts(), **values})
     plain = re.sub(r"[`*]", "", " ".join(caption.split()))
     return (
-        f'\n<figure class="fig" data-search-exclude><div class="fig__canvas">{canvas.svg(plain)}'
+        f'\n<figure class="fig" data-search-exclude{data}>'
+        f'<div class="fig__canvas">{canvas.svg(plain)}'
         f"</div><figcaption>{html(caption)}</figcaption></figure>\n"
+    )
+
+
+def linked(path: str, name: str, words: Words) -> str:
+    """Attributes of a figure whose slices belong to the numbered paragraphs of a function.
+
+    A part of the figure has the number of its paragraph, "1" and so on; `words` name it.
+    """
+    parts = docs_code.paragraphs(path, name)
+    lines = json.dumps({part: list(span) for part, span in parts.items()})
+    titles = json.dumps({part: words[f"part_{part}"] for part in parts}, ensure_ascii=False)
+    return (
+        f' data-lab="linked" data-open data-code="{path}" data-parts="{escape(lines)}" '
+        f'data-titles="{escape(titles)}" data-label="{escape(words["parts"])}"'
     )
 
 
@@ -183,17 +200,26 @@ def waste(words: Words) -> Drawing:
 
 def _step_grid(stage: int, first: int, last: int, words: Words) -> Canvas:
     """Steps from left to right, sequences from top to bottom; a cell is the tokens of a slice."""
+    steps = example.run(stage)
     columns = [
         draw.StepColumn(
             step.index,
             {name: n for name, _, n in step.slices},
             [name for name, _, n in step.slices if n > 1],
             step.preempted,
+            _paragraph_of(steps, step.index) if stage == 4 else {},
         )
-        for step in example.run(stage)[first : last + 1]
+        for step in steps[first : last + 1]
     ]
     names = {name: _label(name, words) for name in NAMES}
     return draw.steps(columns, names, (words["step"], words["total"]), 690)
+
+
+def _paragraph_of(steps: list[example.Step], index: int) -> dict[str, str]:
+    """Which paragraph of stage 04's `schedule` made each slice: it goes by the state before."""
+    before = steps[index - 1].states if index else {}
+    paragraph = {"running": "1", "prefilling": "2"}
+    return {name: paragraph.get(before.get(name, ""), "3") for name, _, _ in steps[index].slices}
 
 
 def steps_1(words: Words) -> Drawing:
@@ -569,6 +595,9 @@ def rooms(words: Words) -> Drawing:
     canvas.text(448, 242, words["engine"], "small muted")
     return canvas, {}
 
+
+# Figures whose parts belong to paragraphs of code on the same page.
+LINKED = {"steps_4": ("stages/04_chunked_prefill/scheduler.py", "Scheduler.schedule")}
 
 FIGURES: dict[str, Callable[[Words], Drawing]] = {
     drawing.__name__: drawing

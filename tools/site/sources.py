@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +78,30 @@ def span(path: str, name: str) -> tuple[int, int]:
         first -= 1
     assert node.end_lineno is not None
     return first, node.end_lineno
+
+
+def paragraphs(path: str, name: str) -> dict[str, tuple[int, int]]:
+    """First and last line of each paragraph that a comment numbers, `# 1.` and so on, in order.
+
+    The last one ends where the definition does. Raises DocsError if there are fewer than two.
+    """
+    lines, (first, last) = _source(path), span(path, name)
+    starts = [
+        (found[1], n)
+        for n in range(first, last + 1)
+        if (found := re.match(r" +# (\d+)\. ", lines[n - 1]))
+    ]
+    if [number for number, _ in starts] != [str(i + 1) for i in range(len(starts))]:
+        raise DocsError(f"{path}: the paragraphs of {name} are not numbered from 1")
+    if len(starts) < 2:
+        raise DocsError(f"{path}: {name} has {len(starts)} numbered paragraphs")
+    found_spans = {}
+    for (number, start), (_, end) in zip(starts, [*starts[1:], ("", last + 1)], strict=True):
+        end -= 1
+        while not lines[end - 1].strip():
+            end -= 1
+        found_spans[number] = (start, end)
+    return found_spans
 
 
 def _line_with(path: str, first: int, last: int, fragment: str) -> int:

@@ -9,6 +9,7 @@
     questions: ["lab/lab.js", "lab/predict.js"],
     steppers: ["lab/steppers.js"],
     hero: ["lab/hero.js"],
+    linked: ["lab/linked.js"],
   };
   const loading = new Map();
 
@@ -30,7 +31,7 @@
     root.dataset.started = "";
     const kind = root.dataset.lab;
     try {
-      if (kind !== "hero") await load("lab/lab.css");
+      if (!["hero", "linked"].includes(kind)) await load("lab/lab.css"); // course.css has theirs
       for (const name of NEEDS[kind]) await load(name);
       await window.miniVllmLab.script?.("course.js");
       window.miniVllmLab.kinds[kind](root);
