@@ -22,7 +22,7 @@ from .session import Session
 # `run(session)`; a tool has `main(args, console)` instead of `run`.
 NAMES = (
     *("quick", "ladder", "throughput", "attention", "prefix", "stall", "sweeps", "bookkeeping"),
-    *("goodput", "waiting", "simulate", "soak", "plots", "compare"),
+    *("goodput", "waiting", "serve", "simulate", "soak", "plots", "compare"),
 )
 
 

@@ -126,13 +126,16 @@ def run(args: argparse.Namespace, options: dict[int, dict[str, object]]) -> int:
     )
 
     # 3. Serve.
-    host, port = sock.getsockname()[:2]
-    print(f"http://{f'[{host}]' if ':' in host else host}:{port}  {', '.join(engines)}", flush=True)
-    if ipaddress.ip_address(host).is_loopback:
-        print("This machine only can connect; --host 0.0.0.0 lets others in.", flush=True)
-    elif not args.api_key:
-        logger.warning("everybody who reaches this machine can use the server: give --api-key")
-    return run_server(app, driver, sock, args.grace_period)
+    def tell() -> None:
+        host, port = sock.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        print(f"http://{address}:{port}  {', '.join(engines)}", flush=True)
+        if ipaddress.ip_address(host).is_loopback:
+            print("Only this machine can connect; --host 0.0.0.0 lets others in.", flush=True)
+        elif not args.api_key:
+            logger.warning("everybody who reaches this machine can use the server: give --api-key")
+
+    return run_server(app, driver, sock, args.grace_period, tell)
 
 
 if __name__ == "__main__":

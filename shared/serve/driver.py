@@ -463,13 +463,15 @@ def step_event(name: str, engine: Any, record: StepRecord | None) -> dict[str, A
         record: None if nothing was computed and a request only went away.
 
     Returns:
-        model; step: index, ms, slices [id, start, tokens], sampled, preempted, or None; waiting,
-        running, prefilling; num_blocks, free_blocks; requests that hold blocks, by id: state,
-        blocks, prefilled and prompt (tokens). Numbers outside `step` are those after the step.
+        model; step: index, end (seconds of a clock that only goes on), ms, slices [id, start,
+        tokens], sampled, preempted, or None; waiting, running, prefilling; num_blocks,
+        free_blocks; requests that hold blocks, by id: state, blocks, prefilled and prompt
+        (tokens). Numbers outside `step` are those after the step.
     """
     stats = engine.stats()
     step = record and {
         "index": record.index,
+        "end": round(record.end, 6),
         "ms": round(1000 * record.duration, 3),
         "slices": record.slices,
         "sampled": record.sampled,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from .driver import Driver
 
 logger = logging.getLogger("mini_vllm")
 
+MAX_STEPS = 1000  # of each engine, kept in its trace
 FLUSH_SECONDS = 5  # that clients have to read their last words
 
 
@@ -48,6 +49,7 @@ def make_engines(
         logger.info("%s:", name)
         engines[name] = load_stage(stage).LLMEngine(loaded, **mine)
         engines[name].name = name
+        engines[name].trace.max_steps = MAX_STEPS
     return engines
 
 
@@ -90,10 +92,15 @@ def bind(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn stops listening at the first signal; we first answer 503 for a while."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], object]) -> None:
         super().__init__(config)
         self.stop_asked = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.stop_asked.is_set():  # a second time: now
@@ -101,11 +108,17 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.stop_asked.set)
 
 
-async def serve(app: Any, driver: Driver, sock: socket.socket, grace_seconds: float) -> None:
+async def serve(
+    app: Any,
+    driver: Driver,
+    sock: socket.socket,
+    grace_seconds: float,
+    on_start: Callable[[], object] = lambda: None,
+) -> None:
     """Answer until SIGTERM or SIGINT, or until the engines fail.
 
     Then, in this order: new requests get 503; those under way have `grace_seconds` to end; what is
-    left is aborted; the socket closes.
+    left is aborted; the socket closes. `on_start` is called once clients can connect.
     """
     loop = asyncio.get_running_loop()
     config = uvicorn.Config(
@@ -116,7 +129,7 @@ async def serve(app: Any, driver: Driver, sock: socket.socket, grace_seconds: fl
         lifespan="off",
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    server = _Server(config)
+    server = _Server(config, on_start)
     driver.on_failure = lambda: loop.call_soon_threadsafe(server.stop_asked.set)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     asked = asyncio.create_task(server.stop_asked.wait())
@@ -138,11 +151,17 @@ async def serve(app: Any, driver: Driver, sock: socket.socket, grace_seconds: fl
     await running
 
 
-def run(app: Any, driver: Driver, sock: socket.socket, grace_seconds: float) -> int:
-    """Start the driver, serve, and stop it. Returns the exit code: 1 if the engines failed."""
+def run(
+    app: Any,
+    driver: Driver,
+    sock: socket.socket,
+    grace_seconds: float,
+    on_start: Callable[[], object] = lambda: None,
+) -> int:
+    """Start the driver, `serve`, and stop it. Returns the exit code: 1 if the engines failed."""
     driver.start()
     try:
-        asyncio.run(serve(app, driver, sock, grace_seconds))
+        asyncio.run(serve(app, driver, sock, grace_seconds, on_start))
     finally:
         driver.stop()
     return int(driver.error is not None)

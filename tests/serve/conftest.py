@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +59,7 @@ def start_server(tiny: Any) -> Iterator[Callable[..., TestServer]]:
         options: dict[str, Any] | None = None,
         max_waiting: int = 256,
         loaded: Any = tiny,
+        send_buffer: int = 0,
         **more: Any,
     ) -> TestServer:
         by_stage = {i: dict(CHUNKED if i == 4 else OPTIONS) | (options or {}) for i in stages}
@@ -66,6 +68,8 @@ def start_server(tiny: Any) -> Iterator[Callable[..., TestServer]]:
         driver = Driver(engines, max_waiting, metrics)
         app = create_app(driver, loaded.tokenizer, metrics, **more)
         sock = bind("127.0.0.1", 0)
+        if send_buffer:  # that the system keeps of what a client does not read, as it rounds it
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
