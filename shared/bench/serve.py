@@ -276,7 +276,7 @@ def many(session: Session, count: int, max_tokens: int) -> None:
     report.show(MANY, LOST)
     options = ("--model", "tiny", "--device", "cpu", "--dtype", "float32", "--stages", "4")
     limits = ("--max-num-seqs", "256", "--num-blocks", "4096", "--max-waiting", "1000")
-    with server(*options, *limits) as where:
+    with server(*options, *limits, threads=1) as where:
         received = together(
             [
                 functools.partial(post, where, "/v1/completions", body([3 + i, 9, 17], max_tokens))
@@ -303,7 +303,7 @@ def soak(num_requests: int, seed: int) -> str:
     """
     # In float32 oneDNN keeps something for each shape of a batch, which is no leak of ours.
     options = ("--model", "tiny", "--device", "cpu", "--dtype", "bfloat16", "--block-size", "4")
-    with server(*options, "--num-blocks", "256", "--max-num-seqs", "16") as where:
+    with server(*options, "--num-blocks", "256", "--max-num-seqs", "16", threads=1) as where:
         process = psutil.Process(where.process.pid)
         seen: Counter[str] = Counter()
         rss: list[tuple[int, int]] = []  # after so many requests

@@ -212,7 +212,8 @@ def create_app(
         if sent is None:
             raise APIError(401, "an API key is needed: Authorization: Bearer KEY")
         # In constant time, so that nobody learns by trying how many characters are right.
-        if not hmac.compare_digest(sent.credentials.encode(), api_key.encode()):
+        # (Headers are read as Latin-1, whatever bytes they are.)
+        if not hmac.compare_digest(sent.credentials.encode("latin-1"), api_key.encode()):
             raise APIError(401, "this API key is wrong", code="invalid_api_key")
 
     # --- generation -----------------------------------------------------------------------------
