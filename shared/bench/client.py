@@ -27,11 +27,17 @@ class Server:
 
     Attributes:
         host, port: where it listens.
-        process: itself.
+        pid: that of its process, if it is known.
     """
 
-    def __init__(self, process: subprocess.Popen[str], host: str, port: int) -> None:
-        self.process, self.host, self.port = process, host, port
+    def __init__(self, host: str, port: int, pid: int | None = None) -> None:
+        self.host, self.port, self.pid = host, port, pid
+
+    @classmethod
+    def at(cls, url: str, pid: int | None = None) -> Server:
+        """The one at `http://HOST:PORT`."""
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        return cls(host, int(port), pid)
 
     def connect(self) -> http.client.HTTPConnection:
         """A new connection."""
@@ -79,8 +85,7 @@ def server(*options: str, threads: int | None = None) -> Iterator[Server]:
                 log.seek(0)
                 lines = [line for line in log.read().splitlines() if line.strip()]
                 raise RuntimeError(lines[-1] if lines else "the server has ended without a word")
-            host, _, port = line.split()[0].removeprefix("http://").rpartition(":")
-            yield Server(process, host, int(port))
+            yield Server.at(line.split()[0], process.pid)
         finally:
             process.terminate()
             try:

@@ -304,7 +304,7 @@ def soak(num_requests: int, seed: int) -> str:
     # In float32 oneDNN keeps something for each shape of a batch, which is no leak of ours.
     options = ("--model", "tiny", "--device", "cpu", "--dtype", "bfloat16", "--block-size", "4")
     with server(*options, "--num-blocks", "256", "--max-num-seqs", "16", threads=1) as where:
-        process = psutil.Process(where.process.pid)
+        process = psutil.Process(where.pid)
         seen: Counter[str] = Counter()
         rss: list[tuple[int, int]] = []  # after so many requests
         start, done, part = time.perf_counter(), 0, max(20, num_requests // 20)
@@ -316,7 +316,6 @@ def soak(num_requests: int, seed: int) -> str:
             done += count
             _wait_until_idle(where)
             rss.append((done, process.memory_info().rss))
-            print(rss[-1], time.perf_counter() - start, seen)
         seconds = time.perf_counter() - start
     if seen["wrong"]:
         raise RuntimeError(f"{seen['wrong']} of {done:,} requests did not end as they must: {seen}")
@@ -394,8 +393,8 @@ def _hang_up(where: Server, path: str, request: dict[str, Any], seconds: float) 
     connection.close()
 
 
-def _wait_until_idle(where: Server) -> None:
-    deadline = time.monotonic() + 60
+def _wait_until_idle(where: Server, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = where.metrics()
         left = {k: v for k, v in found.items() if "kv_cache_usage" in k or "num_requests" in k}
