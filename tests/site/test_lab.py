@@ -41,12 +41,17 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
 )
-PAGE = """<!doctype html>
+# The scripts that the site's pages load first: the search's shim replaces `Worker` on the disk.
+MKDOCS = (docs_lab.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+POLYFILLS = re.findall(r"(?<=- )assets/\S+\.js", MKDOCS[: MKDOCS.index("\nextra_css")])
+FIRST = "\n".join(f'<script src="{name}"></script>' for name in POLYFILLS)
+PAGE = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <link rel="stylesheet" href="assets/palette.css">
 <link rel="stylesheet" href="assets/course.css">
 <link rel="stylesheet" href="assets/viewer/viewer.css"></head>
-<body class="md-typeset" data-md-color-scheme="default">{}
+<body class="md-typeset" data-md-color-scheme="default">{{}}
+{FIRST}
 <script src="assets/viewer/viewer.js"></script>
 <script src="assets/lab/loader.js"></script></body></html>"""
 RUNS = "document.querySelector('[data-lab]').dataset.runs"
@@ -161,6 +166,14 @@ def browser() -> Iterator[Any]:
         pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        new_page = chromium.new_page
+
+        def patient(**options: Any) -> Any:
+            page = new_page(**options)
+            page.set_default_timeout(200_000)  # ms: a busy machine takes long to start Python
+            return page
+
+        chromium.new_page = patient
         yield chromium
         chromium.close()
 
@@ -170,6 +183,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     words = docs_macros.read_data("words")
     shutil.copytree(ASSETS, folder / "assets", ignore=shutil.ignore_patterns("vendor", "bench"))
+    for name in POLYFILLS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(docs_lab.ROOT / "docs" / name, folder / name)
     (folder / "assets" / "palette.css").write_text(stylesheet())
     scripts, line = docs_lab.scripts(words)
     if "no Pyodide" in line:

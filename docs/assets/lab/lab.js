@@ -62,7 +62,8 @@
       if (!parts) throw new Error(words.no_pyodide);
       // A module, as Pyodide wants it; by a data URL, since a page from the disk may start no other.
       const source = encodeURIComponent(`(${window.miniVllmWorker})();`);
-      worker = new Worker(`data:text/javascript;charset=utf-8,${source}`, { type: "module" });
+      const Native = window.miniVllmNativeWorker ?? Worker;
+      worker = new Native(`data:text/javascript;charset=utf-8,${source}`, { type: "module" });
       worker.onmessage = ({ data }) => {
         const one = waiting.get(data.id);
         waiting.delete(data.id);
