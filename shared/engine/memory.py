@@ -1,9 +1,9 @@
-"""How many blocks of KV cache a machine has room for."""
+"""How many blocks of KV cache a machine has room for, and how numbers get to its device."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -16,6 +16,14 @@ logger = logging.getLogger(__name__)
 # Default share of memory that may be used: on CUDA of the whole device, from which
 # weights and activations are subtracted; on CPU of what is available, as others use it, too.
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.25}
+
+
+def to_device(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.long
+) -> torch.Tensor:
+    """`values` as a tensor on `device`. From pinned memory the copy waits for nothing there."""
+    on_host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def bytes_per_block(shape: ModelShape, block_size: int) -> int:

@@ -2,6 +2,9 @@
 
 Knows a request only by its parameters, its token ids and a place to keep its random generator;
 nothing of text, blocks or the model. All arithmetic is in float32.
+
+On CUDA the host waits for the device once a step, to read the tokens, and once more if somebody
+wants log-probabilities: what goes to the device comes from pinned memory, and the rest stays there.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .memory import to_device
 from .outputs import Request, SampledToken
 
 __all__ = ["SampledToken", "Sampler"]
@@ -28,6 +32,7 @@ class _State:
 
     Attributes:
         generator: of a request with a seed; it moves once per sampled token and never else.
+        stop_ids: int64 [n], the tokens that `min_tokens` forbids.
         prompt_mask: bool [vocab_size], the tokens of the prompt.
         bias: the ids of `logit_bias`, int64 [n], and what is added to their logits, float32 [n].
         output_counts: float32 [vocab_size], how often each token was generated.
@@ -35,6 +40,7 @@ class _State:
     """
 
     generator: Any = None
+    stop_ids: Tensor | None = None
     bias: tuple[Tensor, Tensor] | None = None
     prompt_mask: Tensor | None = None
     output_counts: Tensor | None = None
@@ -72,8 +78,14 @@ class Sampler:
                 f"logits must be [{len(requests)}, vocab_size] for {len(requests)} requests, "
                 f"got {list(logits.shape)}"
             )
+        if not requests:  # the end of a step is the end of its computing, also without a token
+            if logits.is_cuda:
+                torch.cuda.synchronize(logits.device)
+            return []
         if all(request.params.is_plain_greedy for request in requests):
-            return [SampledToken(token_id) for token_id in _argmax(logits, requests)]
+            return [
+                SampledToken(token_id) for token_id in _read(*_argmax(logits), logits, requests)
+            ]
 
         # 1. Mask, bias, penalties, on a copy: the reported log-probabilities are of the raw logits.
         scores = logits.float()
@@ -89,26 +101,31 @@ class Sampler:
                     _apply_penalties(scores[row], request)
 
         # 2. The greedy choice for every row; it is also the check for NaN.
-        token_ids = _argmax(scores, requests)
+        chosen, finite = _argmax(scores)
 
         # 3. The random choice for the rows that want one.
         rows = [row for row, request in enumerate(requests) if not request.params.is_greedy]
-        if rows:
-            random_scores = scores if len(rows) == len(requests) else scores[rows]
-            drawn = self._draw(random_scores, [requests[row] for row in rows])
-            for row, token_id in zip(rows, drawn, strict=True):
-                token_ids[row] = token_id
+        if len(rows) == len(requests):
+            chosen = self._draw(scores, requests)
+        elif rows:
+            at = to_device(rows, scores.device)
+            drawn = self._draw(scores.index_select(0, at), [requests[row] for row in rows])
+            chosen.index_copy_(0, at, drawn)
 
-        # 4. Log-probabilities, where asked for.
-        logprobs = _logprobs(logits, requests, token_ids)
+        # 4. Now the host waits, and again for log-probabilities, where asked for.
+        token_ids = _read(chosen, finite, scores, requests)
+        logprobs = _logprobs(logits, requests, token_ids, chosen)
         return [SampledToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
-    def _draw(self, scores: Tensor, requests: list[Request]) -> list[int]:
-        """Draw from softmax(scores / temperature) after the filters. scores: [n, vocab_size]."""
+    def _draw(self, scores: Tensor, requests: list[Request]) -> Tensor:
+        """Draw from softmax(scores / temperature) after the filters.
+
+        scores: [n, vocab_size]. Returns int64 [n].
+        """
         params = [request.params for request in requests]
 
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=scores.device)[:, None]
+            return to_device(values, scores.device, torch.float32)[:, None]
 
         # With the largest score at 0 a tiny temperature can only send scores to -inf, never to
         # inf or NaN, and a score is the log of the token's ratio to the likeliest one.
@@ -121,8 +138,10 @@ class Sampler:
             _keep_top_k(scores, [p.top_k for p in params])
         rows = [row for row, p in enumerate(params) if p.top_p < 1]
         if rows:
-            scores[rows] = _keep_top_p(scores[rows], column([params[row].top_p for row in rows]))
-        return scores.add_(self._gumbel_noise(scores, requests)).argmax(dim=-1).tolist()
+            at = to_device(rows, scores.device)
+            top_p = column([params[row].top_p for row in rows])
+            scores.index_copy_(0, at, _keep_top_p(scores.index_select(0, at), top_p))
+        return scores.add_(self._gumbel_noise(scores, requests)).argmax(dim=-1)
 
     def _gumbel_noise(self, scores: Tensor, requests: list[Request]) -> Tensor:
         """Noise g, shaped like scores, for which argmax(scores + g) is a draw from softmax(scores).
@@ -172,28 +191,34 @@ def _state(request: Request) -> _State:
     return request.sampler_state
 
 
-def _argmax(scores: Tensor, requests: list[Request]) -> list[int]:
-    """The likeliest token of each row, with one transfer from the device."""
+def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, int64 [n], and whether its score is finite, bool [n]."""
     token_ids = scores.argmax(dim=-1, keepdim=True)
     # argmax takes a NaN for the largest value, so a finite largest value means no NaN.
-    finite = scores.gather(1, token_ids).isfinite()
-    chosen = token_ids.where(finite, -1).squeeze(1).tolist()
-    for row, token_id in enumerate(chosen):
+    return token_ids.squeeze(1), scores.gather(1, token_ids).isfinite().squeeze(1)
+
+
+def _read(chosen: Tensor, finite: Tensor, scores: Tensor, requests: list[Request]) -> list[int]:
+    """The chosen tokens, with one transfer from the device. All rows must be finite."""
+    token_ids = chosen.where(finite, -1).tolist()
+    for row, token_id in enumerate(token_ids):
         if token_id < 0:
-            largest = scores[row, token_ids[row]].item()
+            largest = scores[row, scores[row].argmax()].item()
             num_nan = int(scores[row].isnan().sum())
             raise ValueError(
                 f"request {requests[row].request_id!r}: cannot sample from its logits, the "
                 f"largest is {largest} ({num_nan} of {scores.shape[1]} are NaN)"
             )
-    return chosen
+    return token_ids
 
 
 def _mask_stop_tokens(scores: Tensor, request: Request) -> None:
     """Make EOS and stop tokens impossible. scores: [vocab_size], changed in place."""
-    for token_id in request.stop_token_ids:
-        if token_id < len(scores):
-            scores[token_id] = -math.inf
+    state = _state(request)
+    if state.stop_ids is None:
+        known = [token_id for token_id in request.stop_token_ids if token_id < len(scores)]
+        state.stop_ids = to_device(known, scores.device)
+    scores.index_fill_(0, state.stop_ids, -math.inf)
 
 
 def _apply_bias(scores: Tensor, request: Request) -> None:
@@ -202,8 +227,8 @@ def _apply_bias(scores: Tensor, request: Request) -> None:
     if state.bias is None:
         token_ids, values = zip(*request.params.logit_bias or (), strict=True)
         state.bias = (
-            torch.tensor(token_ids, device=scores.device),
-            torch.tensor(values, dtype=torch.float32, device=scores.device),
+            to_device(token_ids, scores.device),
+            to_device(values, scores.device, torch.float32),
         )
     scores.index_add_(0, *state.bias)
 
@@ -216,11 +241,12 @@ def _apply_penalties(scores: Tensor, request: Request) -> None:
     params, state = request.params, _state(request)
     if state.prompt_mask is None or state.output_counts is None:
         state.prompt_mask = torch.zeros_like(scores, dtype=torch.bool)
-        state.prompt_mask[request.prompt_token_ids] = True
+        prompt = to_device(request.prompt_token_ids, scores.device)
+        state.prompt_mask.index_fill_(0, prompt, True)
         state.output_counts = torch.zeros_like(scores)
     # Only the tokens that are new since the last time are counted.
-    new = torch.tensor(request.token_ids[state.num_counted :], device=scores.device)
-    if len(new):
+    if state.num_counted < len(request.token_ids):
+        new = to_device(request.token_ids[state.num_counted :], scores.device)
         state.output_counts.index_add_(0, new, torch.ones_like(new, dtype=torch.float32))
         state.num_counted += len(new)
 
@@ -245,8 +271,8 @@ def _keep_top_k(scores: Tensor, top_k: list[int]) -> None:
     # The k-th largest of a row is at k - 1; a row that is off reads any place and masks nothing.
     last = [k - 1 if on else 0 for k, on in zip(top_k, is_on, strict=True)]
     largest = scores.topk(max(last) + 1, dim=-1).values
-    least = largest.gather(1, torch.tensor(last, device=scores.device)[:, None])
-    off = torch.tensor([not on for on in is_on], device=scores.device)[:, None]
+    least = largest.gather(1, to_device(last, scores.device)[:, None])
+    off = to_device([not on for on in is_on], scores.device, torch.bool)[:, None]
     scores.masked_fill_(scores < least.masked_fill(off, -math.inf), -math.inf)
 
 
@@ -261,9 +287,9 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     least = torch.empty_like(top_p)
     # A few of the likeliest tokens hold enough in most rows, and finding them is much cheaper
     # than sorting the vocabulary. Each row decides for itself whether it needs more, so that its
-    # outcome does not depend on its batch.
+    # outcome does not depend on its batch. On CUDA to ask for that would cost more than sorting.
     rows = torch.arange(len(probs), device=probs.device)
-    num_candidates = NUM_TOP_P_CANDIDATES
+    num_candidates = vocab_size if probs.is_cuda else NUM_TOP_P_CANDIDATES
     while len(rows):
         num_candidates = min(num_candidates, vocab_size)
         candidates = probs[rows].topk(num_candidates, dim=-1).values
@@ -279,21 +305,24 @@ def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _logprobs(
-    logits: Tensor, requests: list[Request], token_ids: list[int]
+    logits: Tensor, requests: list[Request], token_ids: list[int], chosen: Tensor
 ) -> list[dict[int, float] | None]:
-    """For each row that asks: its token's log-probability, then the likeliest ones."""
+    """For each row that asks: its token's log-probability, then the likeliest ones.
+
+    token_ids and chosen are the same, on the host and on the device.
+    """
     result: list[dict[int, float] | None] = [None] * len(requests)
     wanted = [(row, n) for row, r in enumerate(requests) if (n := r.params.logprobs) is not None]
     if not wanted:
         return result
-    rows = [row for row, _ in wanted]
-    logprobs = logits[rows].float().log_softmax(dim=-1)
+    rows = to_device([row for row, _ in wanted], logits.device)
+    logprobs = logits.index_select(0, rows).float().log_softmax(dim=-1)
     most = min(max(n for _, n in wanted), logits.shape[1])
     top = logprobs.topk(most, dim=-1)
-    chosen_ids = torch.tensor([token_ids[row] for row in rows], device=logits.device)
-    chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
-    for (row, n), value, ids, values in zip(
-        wanted, chosen, top.indices.tolist(), top.values.tolist(), strict=True
-    ):
-        result[row] = {token_ids[row]: value, **dict(zip(ids[:n], values[:n], strict=True))}
+    own = logprobs.gather(1, chosen.index_select(0, rows)[:, None])
+    # One transfer for all: float64 holds a float32, and the id of a token, exactly.
+    table = torch.cat([own, top.values, top.indices.double()], dim=1).tolist()
+    for (row, n), (value, *likeliest) in zip(wanted, table, strict=True):
+        values, ids = likeliest[:most], map(int, likeliest[most:])
+        result[row] = {token_ids[row]: value, **dict([*zip(ids, values, strict=True)][:n])}
     return result

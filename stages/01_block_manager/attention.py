@@ -25,7 +25,7 @@ class AttentionMetadata:
 
     Attributes:
         kv_cache: the pool that is written and read.
-        slots: int64 `[T]`, where each row's key and value go; -1 writes nothing.
+        slots: int64 `[T]`, where each row's key and value go.
         query_start_loc: n + 1 row offsets; slice i has the rows `[i]..[i + 1]`.
         context_lens: for each slice the tokens it attends to: all up to its own last one.
         block_tables: int64 `[n, max_blocks]`, padded with zeros.
@@ -72,10 +72,7 @@ def paged_attention(
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Write rows `[T, num_kv_heads, head_dim]` into their slots; rows with slot -1 are dropped."""
-    written = slots >= 0  # an index of -1 would silently hit the pool's last slot
-    if not written.all():
-        key, value, slots = key[written], value[written], slots[written]
+    """Write rows `[T, num_kv_heads, head_dim]` into their slots, of which none is named twice."""
     k_cache.flatten(0, 1).index_copy_(0, slots, key)
     v_cache.flatten(0, 1).index_copy_(0, slots, value)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.engine.memory import choose_num_blocks
+from shared.engine.memory import choose_num_blocks, to_device
 from shared.models import attention_set_to, inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata
@@ -96,4 +96,4 @@ class ModelRunner:
         }
 
     def _tensor(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.shape.device)
+        return to_device(values, self.shape.device)

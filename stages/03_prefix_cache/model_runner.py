@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.engine.backends import load_kernels
-from shared.engine.memory import choose_num_blocks
+from shared.engine.memory import choose_num_blocks, to_device
 from shared.models import attention_set_to, inspect_model
 
 from .attention import IMPLEMENTATION, AttentionMetadata
@@ -108,7 +108,4 @@ class ModelRunner:
         }
 
     def _tensor(self, values: list, dtype: torch.dtype = torch.long) -> Tensor:
-        """A copy from pinned memory does not wait for the work that the device is doing."""
-        device = self.shape.device
-        pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-        return pinned.to(device, non_blocking=True)
+        return to_device(values, self.shape.device, dtype)

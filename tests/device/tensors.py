@@ -240,7 +240,8 @@ class Device(TorchDispatchMode):
         target = source.device if device is None else torch.device(device)
         if isinstance(source, CudaTensor):
             if target.type == "cpu":
-                self.wait("a copy to the host")
+                if source.numel():
+                    self.wait("a copy to the host")
                 with _disable_current_modes():
                     return aten._to_copy.default(source.values, **options)
         else:

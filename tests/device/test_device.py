@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,10 +112,10 @@ def test_it_counts_waits_and_refuses_them_in_a_graph(device: Device, operation: 
 def test_a_wait_is_told_with_its_place(device: Device) -> None:
     logits = torch.randn(2, 50, device="cuda")
     device.waits.clear()
-    requests: list[Any] = []
-    Sampler().sample(logits[:0], requests)
-    assert len(device.waits) == 1
-    assert "at shared/engine/sampler.py:" in device.waits[0] and "_argmax" in device.waits[0]
+    request = SimpleNamespace(params=greedy(3), token_ids=[])
+    Sampler().sample(logits, [request] * 2)
+    [wait] = device.waits
+    assert "a copy to the host at shared/engine/sampler.py:" in wait and "in _read" in wait
 
 
 def test_a_replay_reads_what_its_inputs_hold_by_then(device: Device) -> None:
