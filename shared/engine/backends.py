@@ -23,7 +23,9 @@ BACKENDS = {
 }
 
 
-def load_kernels(package: str | None, backend: str, shape: ModelShape) -> ModuleType:
+def load_kernels(
+    package: str | None, backend: str, shape: ModelShape, block_size: int = 16
+) -> ModuleType:
     """The kernels of `backend`, or, for "auto", of the fastest that runs here; ready to call.
 
     Args:
@@ -38,7 +40,7 @@ def load_kernels(package: str | None, backend: str, shape: ModelShape) -> Module
         raise ValueError(f"attention_backend {backend!r} cannot run here: {obstacle}")
     kernels = importlib.import_module(f".{BACKENDS[backend][0]}", package)
     if hasattr(kernels, "warm_up"):
-        kernels.warm_up(shape.dtype)
+        kernels.warm_up(shape, block_size)
     return kernels
 
 

@@ -13,8 +13,8 @@ from .model_shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
-# Default share of memory that may be used: on CUDA of the whole device, from which
-# weights and activations are subtracted; on CPU of what is available, as others use it, too.
+# Default share of what is free that may be used, as others use the memory, too. On CUDA the
+# weights are loaded by then, and what a forward takes at its peak is subtracted.
 DEFAULT_UTILIZATION = {"cuda": 0.9, "cpu": 0.25}
 
 
@@ -55,11 +55,16 @@ def choose_num_blocks(shape: ModelShape, config: Any, profile: Callable[[], None
         return config.num_blocks
     share = config.memory_utilization or DEFAULT_UTILIZATION[shape.device.type]
     if shape.device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for itself counts as free
+        free, _ = torch.cuda.mem_get_info(shape.device)
+        before = torch.cuda.memory_allocated(shape.device)
         torch.cuda.reset_peak_memory_stats(shape.device)
         profile()
-        peak = torch.cuda.max_memory_allocated(shape.device)
+        peak = torch.cuda.max_memory_allocated(shape.device) - before
         torch.cuda.empty_cache()
-        budget = int(_total_memory(shape.device) * share) - peak
+        # Recorded graphs keep the memory of their forward, whose batch is no larger than this one.
+        num_forwards = 1 if getattr(config, "enforce_eager", True) else 2
+        budget = int(free * share) - num_forwards * peak
     else:
         budget = int(psutil.virtual_memory().available * share)
     useful = config.max_num_seqs * -(-config.max_model_len // config.block_size)

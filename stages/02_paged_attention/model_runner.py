@@ -32,7 +32,8 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model = model
         self.shape = inspect_model(model, config.max_model_len)
-        self.kernels = load_kernels(__package__, config.attention_backend, self.shape)
+        backend, block_size = config.attention_backend, config.block_size
+        self.kernels = load_kernels(__package__, backend, self.shape, block_size)
         self.graphs: DecodeGraphs | None = None
         self.config = dataclasses.replace(config, max_model_len=self.shape.max_model_len)
         num_blocks = choose_num_blocks(self.shape, self.config, self._profile)

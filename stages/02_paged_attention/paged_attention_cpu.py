@@ -15,6 +15,8 @@ import torch
 from numpy import float32
 from torch import Tensor
 
+from shared.engine.model_shape import ModelShape
+
 from .paged_attention_simd import BITS, CACHE, exp, four_rows, jit
 
 logger = logging.getLogger(__name__)
@@ -234,11 +236,11 @@ def paged_decode(
     return out.to(query.dtype)
 
 
-def warm_up(dtype: torch.dtype) -> None:
+def warm_up(shape: ModelShape, block_size: int) -> None:
     """Compile what the first decode would otherwise wait for. Later starts load it from disk."""
     if not (CACHE / __name__).exists():
         logger.info("compiling the attention kernels for this machine, once")
-    query, cache = torch.zeros(1, 1, 8, dtype=dtype), torch.zeros(1, 1, 1, 8, dtype=dtype)
+    query, cache = (torch.zeros(*size, dtype=shape.dtype) for size in ((1, 1, 8), (1, 1, 1, 8)))
     one = torch.ones(1, dtype=torch.int32)
     paged_decode(query, cache, cache, torch.zeros(1, 1, dtype=torch.int32), one, 1, 1.0)
 

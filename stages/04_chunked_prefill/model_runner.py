@@ -34,7 +34,8 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, config: EngineConfig) -> None:
         self.model = model
         self.shape = inspect_model(model, config.max_model_len)
-        self.kernels = load_kernels(__package__, config.attention_backend, self.shape)
+        backend, block_size = config.attention_backend, config.block_size
+        self.kernels = load_kernels(__package__, backend, self.shape, block_size)
         self.graphs: DecodeGraphs | None = None
         chunk_size = config.max_prefill_chunk_size or CHUNK_SIZES[self.shape.device.type]
         budget = config.max_num_batched_tokens or chunk_size + config.max_num_seqs

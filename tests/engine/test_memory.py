@@ -72,7 +72,11 @@ def test_the_log_says_what_the_pool_holds(
     assert f", {requests} requests of 90 tokens" in caplog.text
 
 
-def test_on_cuda_the_peak_of_a_forward_goes_off(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("options", "forwards"), [({}, 1), ({"enforce_eager": False}, 2)])
+def test_on_cuda_the_peak_of_a_forward_goes_off(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], forwards: int
+) -> None:
+    """Of what is free, not of the whole card; once more for the graphs, which keep a forward's."""
     shape = dataclasses.replace(inspect_model(tiny[0]), device=torch.device("cuda"))
     block = bytes_per_block(shape, 16)
     calls: list[str] = []
@@ -85,12 +89,16 @@ def test_on_cuda_the_peak_of_a_forward_goes_off(tiny: Any, monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, name, answer)
 
     fake("reset_peak_memory_stats", None)
-    fake("max_memory_allocated", 30 * block)
-    fake("mem_get_info", (0, 100 * block))
+    fake("memory_allocated", 7 * block)
+    fake("max_memory_allocated", 7 * block + 30 * block)
+    fake("mem_get_info", (100 * block, 1000 * block))
     fake("empty_cache", None)
-    chosen = choose_num_blocks(shape, config(), lambda: calls.append("profile"))
-    assert chosen == 90 - 30
-    assert calls[:3] == ["reset_peak_memory_stats", "profile", "max_memory_allocated"]
+    asked = SimpleNamespace(**vars(config()), **options)
+    chosen = choose_num_blocks(shape, asked, lambda: calls.append("profile"))
+    assert chosen == 90 - 30 * forwards
+    measured = [name for name in calls if name != "empty_cache"]
+    assert measured[:3] == ["mem_get_info", "memory_allocated", "reset_peak_memory_stats"]
+    assert measured[3:5] == ["profile", "max_memory_allocated"]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)

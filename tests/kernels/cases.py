@@ -182,11 +182,11 @@ def decode(kernels: ModuleType, problem: Problem, **options: object) -> Tensor:
     )  # fmt: skip
 
 
-def prefill(kernels: ModuleType, problem: Problem) -> Tensor:
+def prefill(kernels: ModuleType, problem: Problem, **options: object) -> Tensor:
     return kernels.paged_prefill(
         problem.query, problem.key, problem.value, problem.k_cache, problem.v_cache,
         problem.block_tables, problem.context_lens, problem.query_start_loc,
-        problem.max_query_len, problem.scale,
+        problem.max_query_len, problem.scale, **options,
     )  # fmt: skip
 
 

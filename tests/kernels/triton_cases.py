@@ -12,7 +12,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,6 +123,26 @@ def test_slices_of_any_length(kernels: ModuleType, query_lens: list[int]) -> Non
     assert_close(prefill(kernels, problem), problem.answer, PLAIN.dtype)
 
 
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("is_small", [False, True])
+def test_tiles_within_one_block_and_over_several(
+    kernels: ModuleType, block_size: int, is_small: bool
+) -> None:
+    case = PLAIN._replace(dtype=torch.float16, block_size=block_size)
+    problem = problem_of(case, [64, 150, 200, 65], [64, 1, 90, 33])
+    assert_close(prefill(kernels, problem, is_small=is_small), problem.answer, case.dtype)
+    problem = problem_of(case, [64, 150, 1, 0, 128], [1] * 5)
+    for num_splits in (1, 3):
+        assert_close(decode(kernels, problem, num_splits=num_splits), problem.answer, case.dtype)
+
+
+def test_warm_up_calls_every_kernel(kernels: ModuleType) -> None:
+    shape = SimpleNamespace(
+        num_heads=6, num_kv_heads=2, head_dim=64, dtype=torch.float16, device=torch.device(DEVICE)
+    )
+    kernels.warm_up(shape, 16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k4_mixed_batch_equals_its_members(kernels: ModuleType, dtype: torch.dtype) -> None:
     """To the last bit: no program sees another's rows."""
@@ -133,9 +153,9 @@ def test_k4_mixed_batch_equals_its_members(kernels: ModuleType, dtype: torch.dty
         assert torch.equal(decode(kernels, alone, num_splits=2), out[rows])
 
     together = problem_of(case, [150, 1, 20, 64], [7, 1, 20, 33])
-    out = prefill(kernels, together)
+    out = prefill(kernels, together, is_small=False)
     for rows, alone in one_by_one(together):
-        assert torch.equal(prefill(kernels, alone), out[rows])
+        assert torch.equal(prefill(kernels, alone, is_small=False), out[rows])
 
 
 def test_grid_may_be_larger_than_the_batch_needs(kernels: ModuleType) -> None:
@@ -181,12 +201,21 @@ def test_errors_name_the_numbers(kernels: ModuleType) -> None:
 
 
 MUTANTS = {
-    "decode reads one token too many": ("exists = t < end", "exists = t <= end"),
-    "prefill loads one token too many": ("kv_head, t, t < end,", "kv_head, t, t <= end,"),
-    "prefill sees one token ahead": (
-        "t[None, :] <= position[:, None]",
-        "t[None, :] <= position[:, None] + 1",
+    "decode loads one token too many": (
+        "tl.minimum(start + split_len, context_len)",
+        "tl.minimum(start + split_len, context_len + 1)",
     ),
+    "decode sees one token too few": ("context_len - 1, tl.int32", "context_len - 2, tl.int32"),
+    "prefill loads one token too many": (
+        "end = start_pos + last_token + 1",
+        "end = start_pos + last_token + 2",
+    ),
+    "prefill sees one token ahead": (
+        "position = start_pos + token",
+        "position = start_pos + token + 1",
+    ),
+    "the tile on the diagonal has no mask": ("// GROUP + 1) // TILE", "// GROUP + TILE) // TILE"),
+    "the last rows are left out": ("- 1 - tl.program_id(0)", "- 2 - tl.program_id(0)"),
     "decode swaps the head map": (
         "head = kv_head * GROUP + m\n",
         "head = m * KV_HEADS + kv_head\n",
