@@ -434,7 +434,7 @@ def prefill_config(head_dim: int, dtype: torch.dtype, arch: int) -> dict[str, in
     if arch >= 80 and dtype.itemsize == 2:  # tensor cores
         m, tile, num_warps = (128, 64, 8) if d <= 64 else (128, 32, 8) if d == 128 else (64, 32, 8)
         return {"D": d, "M": m, "TILE": tile, "num_warps": num_warps, "num_stages": 3}
-    # Exact float32 cannot use them, and Triton has none for chips before sm_80. On a T4 a prefill is
+    # Exact float32 cannot use them, and Triton has none before sm_80: on a T4 a prefill is
     # right, but slower than the chip could be. A decode waits for memory anyhow.
     m, tile, num_warps = (32, 32, 4) if d <= 64 else (16, 32, 4) if d == 128 else (16, 16, 4)
     return {"D": d, "M": m, "TILE": tile, "num_warps": num_warps, "num_stages": 2}
