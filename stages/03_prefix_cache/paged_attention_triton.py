@@ -18,6 +18,7 @@ are named below as arguments that it must not look at, and `warm_up` compiles wh
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -387,7 +388,7 @@ def paged_prefill(
 def warm_up(shape: ModelShape, block_size: int) -> None:
     """Compile all kernels that this model will need: seconds each, so not while requests wait."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    like = {"dtype": shape.dtype, "device": shape.device}
+    like: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     query, key = torch.zeros(1, heads, dim, **like), torch.zeros(1, kv_heads, dim, **like)
     k_cache, v_cache = torch.zeros(2, 1, block_size, kv_heads, dim, **like)
     table = torch.zeros(1, 1, dtype=torch.int32, device=shape.device)
