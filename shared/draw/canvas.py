@@ -6,6 +6,7 @@ that it is right in both modes of a page. Knows nothing of what it draws.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
@@ -87,7 +88,7 @@ class Canvas:
         extra = ' stroke-dasharray="4 3"' if dashed else ""
         if arrow:
             self._has_arrows = True
-            extra += ' marker-end="url(#arrow)"'
+            extra += ' marker-end="url(#ARROW)"'
         style = f'fill="none" stroke="{variable(stroke)}" stroke-width="{width:g}"'
         style = f'fill="{variable(fill)}"' if fill else style
         self._parts.append(f'<path d="{d}" {style}{extra}/>')
@@ -150,10 +151,13 @@ class Canvas:
             heading: written above it.
             style: CSS of the whole; as it is, a drawing fills its frame and no more.
         """
-        defs = ""
+        defs, parts = "", "".join(self._parts)
         if self._has_arrows:
+            # A name of its own: one that is defined in a drawing that is not shown draws nothing.
+            arrow = f"arrow-{zlib.crc32(parts.encode()):08x}"
+            parts = parts.replace("url(#ARROW)", f"url(#{arrow})")
             defs = (
-                '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+                f'<defs><marker id="{arrow}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
                 f'markerHeight="7" orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" '
                 f'fill="{variable("line")}"/></marker></defs>'
             )
@@ -165,5 +169,5 @@ class Canvas:
             f'viewBox="0 {-top} {width:g} {self.height + top:g}" role="img" '
             f'aria-label="{escape(label, quote=True)}" font-size="13" fill="{variable("text")}" '
             f'style="font-family:var(--md-text-font-family,sans-serif);{style}">'
-            f"{defs}{head}{''.join(self._parts)}</svg>"
+            f"{defs}{head}{parts}</svg>"
         )

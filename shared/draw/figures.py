@@ -34,16 +34,18 @@ def pool(
     num_blocks: int,
     width: float,
     legend: Sequence[tuple[str, str]] = (),
+    columns: int = 16,
 ) -> Canvas:
     """All blocks of the pool: `B2` is logical block 2 of B, `×3` has three holders.
 
     Args:
         legend: colours with their words, above.
+        columns: blocks in a row.
 
     Raises:
         ValueError: a table names a block that the pool does not have.
     """
-    owners, colours, columns = owners_of(tables), colours_of(tables), 16
+    owners, colours = owners_of(tables), colours_of(tables)
     for name, table in tables.items():
         for block in table:
             if not 0 <= block < num_blocks:

@@ -334,9 +334,16 @@ def test_a_figure_has_a_caption_and_only_the_site_s_colours(name: str) -> None:
     assert html.strip().count("\n") == 0, "a figure must be one line, to stand in a list"
     own = re.sub(r"var\(--fig-\w+, #\w+\)", "", html)
     assert not re.search(r"#[0-9a-f]{3,6}\b|rgb\(", own), "a colour that ignores the mode"
-    x = [float(v) for v in re.findall(r'<text x="(-?[\d.]+)"', html)]
-    width = re.search(r'viewBox="0 0 ([\d.]+)', html)
-    assert width and 0 <= min(x) and max(x) <= float(width[1]), "text outside of the drawing"
+    drawings = re.findall(r"<svg.*?</svg>", html)
+    for drawing, most in zip(drawings, (720, docs_figures.NARROW), strict=True):
+        x = [float(v) for v in re.findall(r'<text x="(-?[\d.]+)"', drawing)]
+        y = [float(v) for v in re.findall(r'<text x="-?[\d.]+" y="(-?[\d.]+)"', drawing)]
+        width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)', drawing)[0])
+        assert width <= most, "wider than the frame that it is for"
+        assert 0 <= min(x) and max(x) <= width, "text outside of the drawing"
+        assert 0 <= min(y) and max(y) <= height, "text outside of the drawing"
+    arrows = re.findall(r'<marker id="([^"]+)"', html)
+    assert len(set(arrows)) == len(arrows), "an arrow's head is defined twice, once out of sight"
 
 
 def test_languages_have_the_same_words() -> None:
@@ -428,10 +435,11 @@ def test_a_notebook_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(docs_hooks, "ROOT", tmp_path)
     stream = {"output_type": "stream", "text": ["1 < 2\n", "\x1b[31mred\x1b[0m\n"]}
     table = {"output_type": "display_data", "data": {"text/html": ["<b>\n", "x</b>"]}}
+    slider = {"output_type": "display_data", "data": {docs_hooks.WIDGET: {}, "text/plain": "moves"}}
     cells = [
         {"cell_type": "markdown", "source": ["# Title\n", "Text {{ as it is }}."]},
         {"cell_type": "markdown", "source": ["[a](../docs/chapters/a.md) [b](02_b.ipynb)"]},
-        {"cell_type": "code", "source": ["print(1)"], "outputs": [stream, table]},
+        {"cell_type": "code", "source": ["print(1)"], "outputs": [stream, slider, table]},
         {"cell_type": "code", "source": ["  \n"], "outputs": []},
     ]
     path = tmp_path / "one.ipynb"
@@ -439,7 +447,7 @@ def test_a_notebook_becomes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = docs_hooks.notebook_page(path)
     assert jinja2.Environment().from_string(page).render().count("{{ as it is }}") == 1
     assert "```python\nprint(1)\n```" in page and page.count("```") == 2
-    assert "1 &lt; 2\nred</pre>" in page and "<b> x</b>" in page
+    assert "1 &lt; 2\nred</pre>" in page and "<b> x</b>" in page and "moves" not in page
     assert "[a](../chapters/a.md) [b](02_b.md)" in page
 
 
@@ -602,7 +610,9 @@ def test_pictures_of_measurements_say_where_and_when() -> None:
     run = {"stream-0": {"token_times": times}, "long": {"token_times": [0.5, 0.6]}}
     results = RESULTS | {"series": {"stage 03": {"requests": run}}, "claims": []}
     html = docs_bench.stall_picture(results, ["stage 03"], words)
-    assert html.count("<circle") == 2 + sum(-0.18 * 0.625 <= t <= 0.625 for t in times)
+    dots = 2 + sum(-0.18 * 0.625 <= t <= 0.625 for t in times)
+    drawings = re.findall(r"<svg.*?</svg>", html)  # the wide one, and one for phones
+    assert [drawing.count("<circle") for drawing in drawings] == [dots, dots]
     assert "2030-01-02" in html.partition("<figcaption>")[2]
     with pytest.raises(DocsError, match="no series"):
         docs_bench.stall_picture(results, ["stage 04"], words)

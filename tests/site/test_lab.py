@@ -620,13 +620,13 @@ def test_a_paragraph_lights_its_slices(together: Any) -> None:
     decodes = sum(n == 1 for step in steps for _, _, n in step.slices)
     new = [n for step in steps for who, _, n in step.slices if who != "doc" and n > 1]
     together.focus("[data-part='2'].linked")
-    assert together.locator("svg .lit text").all_text_contents() == [str(n) for n in chunks[1:]]
+    assert together.locator(".fig__wide .lit text").all_text_contents() == [str(n) for n in chunks[1:]]
     assert "PREFILLING" in together.inner_text(".linked.lit")
     together.keyboard.press("Tab")
-    lit = together.locator("svg .lit text").all_text_contents()
+    lit = together.locator(".fig__wide .lit text").all_text_contents()
     assert sorted(lit) == sorted(str(n) for n in [*new, chunks[0]])
     together.hover("[data-part='1'].linked")
-    assert together.locator("svg .lit").count() == decodes
+    assert together.locator(".fig__wide .lit").count() == decodes
     text = "".join(together.locator(".highlight code").all_text_contents())
     first, last = sources.span(*figures.LINKED["steps_4"])
     assert text.count("\n") == last - first + 1, "lines have moved"

@@ -185,11 +185,14 @@ def stall_picture(
         long = run["long"]["token_times"]
         panels.append(Panel(row, {**streams, "long": long}, [(0, long[0])]))
     end = 1.25 * max(panel.token_times["long"][0] for panel in panels)
-    canvas = stall(panels, (-0.18 * end, end), 700, axis="s")
+    wide, narrow = (stall(panels, (-0.18 * end, end), width, axis="s") for width in (700, 340))
     caption = caption or words["stall_picture"]
+    plain = re.sub(r"<[^>]+>", "", caption)
     return (
-        f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas">'
-        f"{canvas.svg(re.sub(r'<[^>]+>', '', caption))}</div><figcaption>{caption} "
+        f'\n<figure class="fig measured" data-search-exclude><div class="fig__canvas fig__wide">'
+        f"{wide.svg(plain)}</div>"
+        f'<div class="fig__canvas fig__narrow">{narrow.svg(plain)}</div>'
+        f"<figcaption>{caption} "
         f"{provenance(results, words)}</figcaption></figure>\n"
     )
 

@@ -32,6 +32,7 @@ from tools.site import lab as docs_lab, macros as docs_macros, viewer as docs_vi
 
 NOTEBOOKS = ROOT / "notebooks"
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 # --- notebooks --------------------------------------------------------------------------------
@@ -62,6 +63,8 @@ def _output(output: dict[str, Any]) -> str:
     if output["output_type"] == "stream":
         return _text("".join(output["text"]))
     data = output.get("data", {})
+    if WIDGET in data:
+        return ""  # a slider moves only where the notebook runs
     if "image/svg+xml" in data:
         svg = " ".join("".join(data["image/svg+xml"]).split())
         return f'<div class="notebook-output">{svg[svg.index("<svg") :]}</div>'

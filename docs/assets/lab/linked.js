@@ -31,8 +31,8 @@
     if (!code) return;
     const paragraphs = Object.entries(lines).map(([part, [first, last]]) => paragraph(
       code.querySelector(`[id$="-${first}"][id^="__codelineno"]`), last, part, titles[part]));
-    const svg = root.querySelector("svg");
-    const slices = [...svg.querySelectorAll("[data-part]")];
+    const drawings = [...root.querySelectorAll("svg")]; // a wide one, and one for phones
+    const slices = [...root.querySelectorAll("svg [data-part]")];
     let kept = ""; // chosen by a button, until it is pressed again
     const buttons = Object.entries(titles).map(([part, title]) => {
       const made = document.createElement("button");
@@ -50,7 +50,7 @@
 
     function light(pointed = "") {
       const part = pointed || kept;
-      svg.classList.toggle("lights", Boolean(part));
+      for (const one of drawings) one.classList.toggle("lights", Boolean(part));
       for (const one of [...slices, ...paragraphs]) one.classList.toggle("lit", one.dataset.part === part);
       for (const one of buttons) {
         one.classList.toggle("lit", one.dataset.part === part);
