@@ -44,7 +44,7 @@ def make_engines(
         mine = dict(options[stage])
         if mine.get("num_blocks") is None:
             share = mine.get("memory_utilization")
-            mine["memory_utilization"] = _share(loaded.model.device, share, i, len(stages))
+            mine["memory_utilization"] = _share(loaded.model.device.type, share, i, len(stages))
         name = model_name(stage)
         logger.info("%s:", name)
         engines[name] = load_stage(stage).LLMEngine(loaded, **mine)
@@ -53,19 +53,14 @@ def make_engines(
     return engines
 
 
-def _share(device: Any, utilization: float | None, index: int, count: int) -> float:
+def _share(device: str, utilization: float | None, index: int, count: int) -> float:
     """The `memory_utilization` of engine `index` of `count`, so that all pools are alike.
 
-    On a CPU an engine takes a share of what is available. On CUDA it takes what is left up to a
-    share of the whole device, so that the share grows from one engine to the next.
+    An engine takes a share of what is free when it is made. On CUDA the pools before it are gone
+    by then; on a CPU they take memory only as they are written.
     """
-    import torch
-
-    total = utilization or DEFAULT_UTILIZATION[device.type]
-    if device.type != "cuda":
-        return total / count
-    used = torch.cuda.memory_allocated(device) / torch.cuda.mem_get_info(device)[1]
-    return max(used + (total - used) / (count - index), 1e-6)
+    total = utilization or DEFAULT_UTILIZATION[device]
+    return total / (count - total * index) if device == "cuda" else total / count
 
 
 def bind(host: str, port: int) -> socket.socket:

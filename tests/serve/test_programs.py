@@ -24,6 +24,7 @@ from shared.bench import __main__ as bench
 from shared.bench import client as bench_client
 from shared.bench import serve
 from shared.serve import __main__ as program
+from shared.serve import server as server_module
 from shared.serve.app import create_app
 from shared.serve.driver import Driver
 from shared.serve.server import bind, make_engines, run
@@ -226,6 +227,15 @@ def test_the_pools_share_the_memory(tiny: Any) -> None:
     four = make_engines(tiny, [1, 2, 3, 4], dict.fromkeys([1, 2, 3, 4], options)).values()
     together = sum(engine.config.num_blocks for engine in four)
     assert together == pytest.approx(alone.config.num_blocks, rel=0.1)
+
+
+def test_the_pools_share_a_gpu() -> None:
+    """There each pool leaves less for the next one, and yet all are alike."""
+    free, pools = 80.0, []
+    for i in range(4):
+        pools.append(free * server_module._share("cuda", 0.9, i, 4))
+        free -= pools[-1]
+    assert pools == pytest.approx([80 * 0.9 / 4] * 4)
 
 
 @pytest.mark.parametrize(
