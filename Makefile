@@ -12,7 +12,7 @@ PARALLEL := -n auto --dist loadfile
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .PHONY: help demo serve start test fast-test check lint types doors diffs format propagate mutants \
-	notebooks site bench clean clean-all
+	lab notebooks site bench clean clean-all
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -24,7 +24,7 @@ help: ## this list
 $(PY):
 	@tools/setup/venv.sh create
 
-$(STAMP)base $(STAMP)serve $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)mutants: $(STAMP)%: \
+$(STAMP)base $(STAMP)serve $(STAMP)test $(STAMP)docs $(STAMP)notebooks $(STAMP)lab $(STAMP)mutants: $(STAMP)%: \
 		pyproject.toml constraints.txt tools/setup/venv.sh $(PY)
 	@tools/setup/venv.sh $*
 	@touch $(STAMP)base $@
@@ -54,8 +54,12 @@ fast-test: $(STAMP)test ## the tests that need neither much time nor the model's
 bench: $(STAMP)base ## ladder, stall and their pictures in small, measured on this machine (ARGS="stall")
 	@$(PY) -m shared.bench $(or $(ARGS),quick)
 
+lab: $(STAMP)lab ## the notebooks in JupyterLab, on a copy of your own in my_notebooks/
+	@$(PY) -m tools.setup.lab $(ARGS)
+
 notebooks: $(STAMP)notebooks ## run all notebooks; the executed copies go to build/notebooks
 	@$(PY) -m nbconvert --to notebook --execute --ExecutePreprocessor.record_timing=False \
+		--ExecutePreprocessor.store_widget_state=False \
 		--output-dir build/notebooks notebooks/*.ipynb
 
 site: $(STAMP)docs ## the site, built into site/; any warning is an error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "machine",
     "play",
     "race",
+    "slider",
 ]
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "assets" / "bench"
@@ -118,6 +119,31 @@ def race(
             if i >= 0:
                 times[name].append(1000 * taken)
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def slider(label: str, values: Sequence[Any], start: Any, show: Callable[[Any], Any]) -> None:
+    """A slider over `values`, and below it what `show` returns for the value that it stands at.
+
+    A run without a page (nbconvert) leaves what `show(start)` returns, and one line for the slider.
+    Raises ValueError if `start` is none of the values.
+    """
+    if start not in values:
+        raise ValueError(f"{label}: {start!r} is not one of {list(values)}")
+    import ipywidgets  # here, since only notebooks have them
+    from IPython.display import display
+
+    widget = ipywidgets.SelectionSlider(
+        options=values,
+        value=start,
+        description=label,
+        continuous_update=False,  # it may run an engine
+        style={"description_width": "initial"},
+        layout={"width": "30em"},
+    )
+    said = {"text/plain": f"{label}: {start} (a slider, where the notebook runs)"}
+    display(widget._repr_mimebundle_() | said, raw=True)
+    place = display(show(start), display_id=True)
+    widget.observe(lambda change: place.update(show(change["new"])), "value")
 
 
 def committed(name: str) -> dict[str, Any] | None:

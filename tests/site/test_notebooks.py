@@ -17,8 +17,9 @@ import torch
 from shared.draw import notebook as draw
 from shared.draw.palette import COLOURS, stylesheet
 from shared.engine.trace import StepRecord, Trace
-from shared.notebook import committed, decode_ms, first_step, play, puzzles, race
+from shared.notebook import committed, decode_ms, first_step, play, puzzles, race, slider
 from shared.notebook.puzzles import OPEN, Verdict
+from tools.site.hooks import WIDGET
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -57,7 +58,8 @@ def test_it_was_run_from_top_to_bottom(path: Path) -> None:
 def test_what_it_imports_is_there(path: Path) -> None:
     found = 0
     for cell in code_cells(path):
-        for node in ast.walk(ast.parse("".join(cell["source"]))):
+        python = [line for line in cell["source"] if not line.lstrip().startswith(("!", "%"))]
+        for node in ast.walk(ast.parse("".join(python))):
             if isinstance(node, ast.ImportFrom):
                 exec(ast.unparse(node), {})
                 found += 1
@@ -115,6 +117,18 @@ def test_every_puzzle_is_asked() -> None:
     checks = [name for name in vars(puzzles) if name.startswith("check_")]
     assert len(checks) >= 12
     assert [name for name in checks if f"{name}(" not in asked] == []
+
+
+@pytest.mark.parametrize("path", [p for p in PATHS if p.stem in STAGES], ids=STAGES)
+def test_where_one_thing_is_changed_there_is_a_slider(path: Path) -> None:
+    """And where nothing moves there is still a picture or a table, and a line for the slider."""
+    cells = [cell for cell in code_cells(path) if "\nslider(" in "\n" + "".join(cell["source"])]
+    assert cells
+    for cell in cells:
+        moving, shown = cell["outputs"]
+        assert WIDGET in moving["data"]
+        assert re.fullmatch(r"[\w ]+: \d+ \(a slider, .*\)", "".join(moving["data"]["text/plain"]))
+        assert {"image/svg+xml", "text/html"} & set(shown["data"])
 
 
 # --- puzzles ----------------------------------------------------------------------------------
@@ -175,7 +189,7 @@ PUZZLES: list[tuple[Callable[..., Verdict], dict[str, Any], Any, list[tuple[Any,
         puzzles.check_victim,
         VICTIM,
         "D",
-        [("B", "B is older"), ("A", "for ever"), ("C", "arrived last"), (3, "a name")],
+        [("B", "not the youngest"), ("A", "forever"), ("C", "arrived last"), (3, "a name")],
     ),
     (
         puzzles.check_reads,
@@ -190,7 +204,7 @@ PUZZLES: list[tuple[Callable[..., Verdict], dict[str, Any], Any, list[tuple[Any,
         [
             ((4, 3), "read as well"),
             ((5, 16), "old memory"),
-            ((5, 13), "hold nothing"),
+            ((5, 13), "are empty"),
         ],
     ),
     (
@@ -225,7 +239,7 @@ PUZZLES: list[tuple[Callable[..., Verdict], dict[str, Any], Any, list[tuple[Any,
         RENAMED,
         [1, 2, 3],
         [
-            ([1], "What comes after"),
+            ([1], "Which blocks come after"),
             ([1, 2, 3, 4], "not full"),
             ([0, 1, 2, 3], "does not depend"),
             ([2, 3], "Follow the chain"),
@@ -262,7 +276,7 @@ PUZZLES: list[tuple[Callable[..., Verdict], dict[str, Any], Any, list[tuple[Any,
         (19, 1),
         [
             ((0, 5), "overwritten"),
-            ((19, 5), "goes on where"),
+            ((19, 5), "continues where"),
             ((19, 2), "One too far"),
             ((1, 19), "Exchanged"),
             ((18, 1), "First the index"),
@@ -272,13 +286,13 @@ PUZZLES: list[tuple[Callable[..., Verdict], dict[str, Any], Any, list[tuple[Any,
         puzzles.check_chunk_len,
         CHUNK_LEN,
         250,
-        [(256, "before any chunk"), (1000, "So much of the prompt"), (2, "Three limits")],
+        [(256, "before any chunk"), (1000, "That much of the prompt"), (2, "Three limits")],
     ),
     (
         puzzles.check_chunk_len,
         {"budget": 512, "chunk_size": 256, "num_streams": 6, "num_left": 100},
         100,
-        [(256, "limit, not a promise"), (506, "budget is left")],
+        [(256, "only an upper limit"), (506, "budget is left")],
     ),
     (
         puzzles.check_measures,
@@ -561,6 +575,34 @@ def test_play_leaves_the_steps_of_this_traffic_only() -> None:
         draw.occupancy(engine.trace, 16)
     with pytest.raises(ValueError, match="no step computes 'C'"):
         first_step(engine.trace, "C")
+
+
+def test_a_slider_shows_what_it_stands_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    widgets = pytest.importorskip("ipywidgets")
+    display = pytest.importorskip("IPython.display")
+    shown: list[Any] = []
+    made: list[Any] = []
+
+    class Place:
+        def update(self, what: Any) -> None:
+            shown[-1] = what
+
+    def record(what: Any, **_: Any) -> Place:
+        shown.append(what)
+        return Place()
+
+    kind = widgets.SelectionSlider
+    monkeypatch.setattr(display, "display", record)
+    monkeypatch.setattr(widgets, "SelectionSlider", lambda **o: made.append(kind(**o)) or made[-1])
+    slider("chunk size", [16, 32, 64], 32, lambda size: f"chunks of {size}")
+    assert shown[0]["text/plain"] == "chunk size: 32 (a slider, where the notebook runs)"
+    assert shown[0][WIDGET]["model_id"] == made[0].model_id
+    assert shown[1:] == ["chunks of 32"]
+    made[0].value = 64
+    assert shown[1:] == ["chunks of 64"]
+    with pytest.raises(ValueError, match="chunk size: 7 is not one of"):
+        slider("chunk size", [16, 32, 64], 7, str)
+    made[0].close()
 
 
 def test_decode_steps_are_told_apart() -> None:

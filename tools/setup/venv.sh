@@ -5,7 +5,7 @@
 #   tools/setup/venv.sh create               .venv from a Python 3.10 to 3.13
 #   tools/setup/venv.sh torch                torch, in the build that suits this machine
 #   tools/setup/venv.sh base                 what every program here needs, the default model included
-#   tools/setup/venv.sh serve|test|docs|notebooks|mutants  the same and that extra of pyproject.toml
+#   tools/setup/venv.sh serve|test|docs|notebooks|lab|mutants  the same and that extra of pyproject.toml
 #   tools/setup/venv.sh plan                 say what was found and what would be installed
 #   tools/setup/venv.sh build                print the name of the torch build for this machine
 #
@@ -221,7 +221,7 @@ case "${1:-}" in
     torch) choose; usable || create; install_torch ;;
     base) choose; install . ;;
     test) choose; install ".[test,serve]" ;; # the tests start servers
-    serve | docs | notebooks | mutants) choose; install ".[$1]" ;;
+    serve | docs | notebooks | lab | mutants) choose; install ".[$1]" ;;
     plan) choose; say ;;
     build) choose 2>/dev/null; echo "$build" ;;
     *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
