@@ -33,6 +33,8 @@ def copy(root: Path) -> list[str]:
 def command(python: str, arguments: list[str]) -> list[str]:
     """JupyterLab for this machine alone, on the copies."""
     fixed = ["--ServerApp.ip=127.0.0.1", f"--ServerApp.preferred_dir={FOLDER}"]
+    fixed += ["--LabApp.news_url=None"]  # it asks nobody for news
+    fixed += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     return [python, "-m", "jupyterlab", *fixed, *arguments]
 
 

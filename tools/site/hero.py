@@ -163,7 +163,9 @@ def element(words: Mapping[str, Any]) -> str:
                 "computed": [[at, count / one.prompt_tokens] for at, count in one.computed],
             }
         )
+    _, start, stop = both[1].wait  # a wait is marked when it is longer than any on the right
     replay = {"sides": data, "first": -BEFORE, "last": end, "still": now, "hold": HOLD}
+    replay |= {"long": round(1.1 * (stop - start), 3)}
     attributes = "".join(
         f' data-{key}="{escape(json.dumps(value, ensure_ascii=False, separators=(",", ":")))}"'
         for key, value in {"replay": replay, "words": words}.items()

@@ -7,8 +7,8 @@
 
   class Hero {
     constructor(root) {
-      const { sides, first, last, still, hold } = JSON.parse(root.dataset.replay);
-      Object.assign(this, { root, first, last, hold, time: still, playing: null });
+      const { sides, first, last, still, hold, long } = JSON.parse(root.dataset.replay);
+      Object.assign(this, { root, first, last, hold, long, time: still, playing: null });
       this.words = JSON.parse(root.dataset.words);
       this.sides = [...root.querySelectorAll(".hero__side")].map((side, s) => ({
         ...sides[s],
@@ -71,8 +71,8 @@
           const shown = said || (r === doc && time >= 0 ? this.words.computing : "");
           if (text.textContent !== shown) text.textContent = shown;
           const since = r !== doc && there.length && next ? time - there.at(-1)[0] : 0;
-          line.classList.toggle("waits", since > 0.35);
-          wait.textContent = since > 0.35 ? `${since.toFixed(1)} s` : "";
+          line.classList.toggle("waits", since > this.long);
+          wait.textContent = since > this.long ? `${since.toFixed(1)} s` : "";
         });
         // The prompt: what a step computes is there at its end, and the bar grows while it runs.
         let [from, done] = [0, 0];
