@@ -28,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         )
     except ValueError:  # DIR lies in another checkout, whose conftest.py pytest loads as well
         return
+    parser.addoption(
+        "--client", metavar="FILE", help="test the client in this file (chapter 7) instead of ours"
+    )
     parser.addoption("--long", action="store_true", help="run the random tests ten times as long")
     parser.addoption(
         "--list-refusals", action="store_true", help="print bad inputs and their answers"

@@ -20,9 +20,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -34,8 +33,8 @@ from shared.engine.prompts import chat_prompt
 from . import protocol
 from .driver import Busy, Closed, Driver, Failed, Stream
 from .metrics import Metrics
+from .pages import PAGE, add_page
 
-PAGE = Path(__file__).parent / "page"
 MAX_BODY_BYTES = 4 * 2**20
 BODY_SECONDS = 30  # for a request's body to come
 MAX_LISTENERS = 16
@@ -105,9 +104,14 @@ class Events(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncIterator[bytes], at_end: Callable[[], object]) -> None:
+    def __init__(
+        self, content: AsyncIterator[bytes], at_end: Callable[[], object], request_id: str = ""
+    ) -> None:
         # No proxy may collect what is to be seen at once.
-        super().__init__(content, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        if request_id:  # the step records' name for it, long before the first token tells
+            headers["X-Request-Id"] = request_id
+        super().__init__(content, headers=headers)
         self._at_end = at_end
 
     async def __call__(self, *args: Any) -> None:
@@ -245,7 +249,7 @@ def create_app(
             )
         as_json = protocol.Answer(body, request_id, tokenizer)
         if body.stream:
-            return Events(chunks(stream, as_json), lambda: driver.abort(stream))
+            return Events(chunks(stream, as_json), lambda: driver.abort(stream), request_id)
         async with aborted_if_gone(http, stream):
             outputs = await stream.result()
         if failure := failed(outputs):
@@ -405,10 +409,6 @@ def create_app(
         text = generate_latest(metrics.registry) if metrics else b""
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return FileResponse(page / "index.html")
-
     # --- errors ---------------------------------------------------------------------------------
 
     @app.exception_handler(APIError)
@@ -435,7 +435,7 @@ def create_app(
         return APIError(500, "the server has a fault, which its log shows").response()
 
     app.include_router(api)
-    app.mount("/page", StaticFiles(directory=page), name="page")
+    add_page(app, driver, tokenizer, page)
     return app
 
 

@@ -465,8 +465,8 @@ def step_event(name: str, engine: Any, record: StepRecord | None) -> dict[str, A
     Returns:
         model; step: index, end (seconds of a clock that only goes on), ms, slices [id, start,
         tokens], sampled, preempted, or None; waiting, running, prefilling; num_blocks,
-        free_blocks; requests that hold blocks, by id: state, blocks, prefilled and prompt
-        (tokens). Numbers outside `step` are those after the step.
+        free_blocks; requests that hold blocks, by id: state, blocks, block_table, prefilled and
+        prompt (tokens). Numbers outside `step` are those after the step.
     """
     stats = engine.stats()
     step = record and {
@@ -486,6 +486,7 @@ def step_event(name: str, engine: Any, record: StepRecord | None) -> dict[str, A
             s.request_id: {
                 "state": s.status.value,
                 "blocks": len(s.block_table),
+                "block_table": list(s.block_table),
                 "prefilled": min(s.cached_token_count, s.num_prompt_tokens),
                 "prompt": s.num_prompt_tokens,
             }

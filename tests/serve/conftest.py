@@ -13,6 +13,8 @@ import httpx2
 import pytest
 import uvicorn
 
+from shared.models import LoadedModel
+from shared.models.tiny import build_tiny_model, tiny_tokenizer
 from shared.serve.app import create_app
 from shared.serve.driver import Driver
 from shared.serve.metrics import Metrics
@@ -57,13 +59,17 @@ def start_server(tiny: Any) -> Iterator[Callable[..., TestServer]]:
     def start(
         stages: tuple[int, ...] = (1, 2, 3, 4),
         options: dict[str, Any] | None = None,
+        by_stage: dict[int, dict[str, Any]] | None = None,
         max_waiting: int = 256,
         loaded: Any = tiny,
         send_buffer: int = 0,
         **more: Any,
     ) -> TestServer:
-        by_stage = {i: dict(CHUNKED if i == 4 else OPTIONS) | (options or {}) for i in stages}
-        engines = make_engines(loaded, stages, by_stage)
+        every = {
+            i: (CHUNKED if i == 4 else OPTIONS) | (options or {}) | (by_stage or {}).get(i, {})
+            for i in stages
+        }
+        engines = make_engines(loaded, stages, every)
         metrics = Metrics(engines)
         driver = Driver(engines, max_waiting, metrics)
         app = create_app(driver, loaded.tokenizer, metrics, **more)
@@ -95,6 +101,16 @@ def start_server(tiny: Any) -> Iterator[Callable[..., TestServer]]:
 def shared_server(start_server: Callable[..., TestServer]) -> TestServer:
     """One server for all tests that change nothing of it."""
     return start_server()
+
+
+@pytest.fixture(scope="session")
+def example_server(start_server: Callable[..., TestServer]) -> TestServer:
+    """All stages on a tiny model whose context has room for the running example."""
+    model = build_tiny_model(max_position_embeddings=8192, num_hidden_layers=1)
+    options = {"block_size": 16, "num_blocks": 1024, "max_num_batched_tokens": 8192}
+    chunked = {"max_num_batched_tokens": 24, "max_prefill_chunk_size": 16}
+    loaded = LoadedModel(model, tiny_tokenizer())
+    return start_server(options=options, by_stage={4: chunked}, loaded=loaded)
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ PAGE = f"""<!doctype html>
 <link rel="stylesheet" href="assets/viewer/viewer.css"></head>
 <body class="md-typeset" data-md-color-scheme="default">{{}}
 {FIRST}
+<script src="assets/viewer/drawing.js"></script>
 <script src="assets/viewer/viewer.js"></script>
 <script src="assets/lab/loader.js"></script></body></html>"""
 RUNS = "document.querySelector('[data-lab]').dataset.runs"

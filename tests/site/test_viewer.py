@@ -34,6 +34,7 @@ PAGE = """<!doctype html>
 <link rel="stylesheet" href="assets/course.css">
 <link rel="stylesheet" href="assets/viewer/viewer.css"></head>
 <body class="md-typeset" data-md-color-scheme="default">{}
+<script src="assets/viewer/drawing.js"></script>
 <script src="assets/viewer/viewer.js"></script></body></html>"""
 
 

@@ -8,10 +8,10 @@
   "use strict";
 
   const FOLDER = new URL("../traces/", document.currentScript.src);
-  const SVG = "http://www.w3.org/2000/svg";
+  const { Numbers, block: drawBlock, blockCounts, colour, columns, drawn, element, mark, progress,
+    requestRow, requestTable, slices, state: stateChip, strips, textLine } = window.miniVllmDrawing; // drawing.js, loaded before
   const DOCUMENT = "document";
   const SPEEDS = { 0.25: "0.25×", 1: "1×", 4: "4×" };
-  const COLOURS = ["a", "b", "c", "d"];
   const LONG = 3; // a chat that waits this many times its usual gap is said to wait
   const ICONS = {
     back: "M11 4 3 12l8 8V4Zm2 0h2v16h-2V4Z",
@@ -184,32 +184,9 @@
 
   // --- drawing ------------------------------------------------------------------------------
 
-  function element(name, attributes = {}, ...children) {
-    const made = document.createElement(name);
-    for (const [key, value] of Object.entries(attributes)) {
-      if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
-    }
-    made.append(...children.filter((child) => child !== null));
-    return made;
-  }
-
-  function drawn(name, attributes, ...children) {
-    const made = document.createElementNS(SVG, name);
-    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-    made.append(...children);
-    return made;
-  }
-
   function icon(name) {
     return drawn("svg", { viewBox: "0 0 24 24", "aria-hidden": "true" },
       drawn("path", { d: ICONS[name] }));
-  }
-
-  /** The largest number of columns up to `most` that makes full rows. */
-  function columns(count, most) {
-    let found = most;
-    while (found > most / 2 && count % found) found -= 1;
-    return count % found ? most : found;
   }
 
   /** One recording, at one time. Knows nothing of the other one or of who moves the time. */
@@ -269,12 +246,7 @@
       // 6. The requests and their queues.
       this.rows = recording.requests.map((request, r) => this.#row(request, r));
       this.queues = element("p", { class: "viewer__queues" });
-      const head = words.columns.map((text) => element("th", { scope: "col" }, text));
-      this.body.append(heading(words.requests),
-        element("table", { class: "viewer__requests" },
-          element("thead", {}, element("tr", {}, ...head)),
-          element("tbody", {}, ...this.rows.map((row) => row.line))),
-        this.queues);
+      this.body.append(heading(words.requests), requestTable(words.columns, this.rows), this.queues);
       this.draw();
     }
 
@@ -285,24 +257,14 @@
     }
 
     #row(request, r) {
-      const cells = ["state", "cache", "generated", "wait", "blocks"]
-        .map((name) => element("td", { "data-column": name }));
-      const name = element("th", { scope: "row" }, this.#mark(r), this.viewer.name(request.id));
-      return { line: element("tr", { "data-who": r }, name, ...cells), cells };
+      return requestRow(r, this.#mark(r), this.viewer.name(request.id));
     }
 
-    #text(request, r) {
-      const text = element("span", { class: "viewer__tail" });
-      const wait = element("span", { class: "viewer__waits" });
-      const line = element("p", { "data-who": r }, this.#mark(r),
-        element("span", { class: "viewer__said" }, text), wait);
-      return { line, text, wait };
-    }
+    #text(request, r) { return textLine(r, this.#mark(r)); }
 
     #mark(r) {
       const { id } = this.recording.requests[r];
-      return element("span", { class: "viewer__mark", "aria-hidden": "true",
-        style: `--colour: ${this.#colour(r)}` }, this.viewer.mark(id));
+      return mark(this.viewer.mark(id), this.#colour(r));
     }
 
     #colour(r) { return this.viewer.colour(this.recording.requests[r].id); }
@@ -322,71 +284,27 @@
     draw() {
       const { recording } = this;
       if (!recording) return;
-      const width = Math.max(240, this.body.clientWidth);
-      this.left = width < 480 ? 26 : 92;
-      const rowHeight = 22;
-      const top = 20;
-      const height = top + (recording.requests.length + 1) * rowHeight + 20;
-      const [first, last] = this.viewer.span;
-      const x = (time) => this.left + ((time - first) / (last - first)) * (width - this.left - 8);
-      this.x = x;
-      this.strips.setAttribute("viewBox", `0 0 ${width} ${height}`);
-      this.strips.style.height = `${height}px`;
-      const parts = [];
       const chats = recording.made ? recording.requests.length
         : recording.requests.filter((one) => !one.id.startsWith(DOCUMENT)).length;
-      // 1. The hole.
-      const { longest } = recording;
-      const bottom = top + chats * rowHeight;
-      const label = this.viewer.seconds(longest.seconds);
-      const [from, to] = [x(longest.start), x(longest.end)];
-      parts.push(drawn("rect", { class: "hole", x: from, y: top, width: Math.max(1, to - from),
-        height: bottom - top }));
-      parts.push(drawn("text", { class: "hole-label", y: top - 6, "text-anchor": "middle",
-        x: Math.min(width - 30, (from + to) / 2) }, label));
-      // 2. A row for each request: its wait, its tokens.
-      this.ticks = [];
-      recording.requests.forEach((request, r) => {
-        const y = top + r * rowHeight + rowHeight / 2;
-        const arrived = request.arrived - recording.zero;
+      const rows = recording.requests.map((request, r) => {
         const ended = request.ended - recording.zero;
-        const firstToken = recording.tokens[r][0] ?? ended;
-        const name = this.left > 40 ? this.#name(r) : this.viewer.mark(request.id);
-        parts.push(drawn("text", { class: "label", x: 0, y: y + 4 }, name));
-        const mine = parts.length - 1;
-        parts.push(drawn("line", { class: "rail", x1: x(arrived), x2: x(ended), y1: y, y2: y }));
-        parts.push(drawn("rect", { class: "wait", x: x(arrived), y: y - 4, height: 8, rx: 2,
-          width: Math.max(1, x(firstToken) - x(arrived)), style: `stroke: ${this.#colour(r)}` }));
-        for (const time of recording.tokens[r]) {
-          const tick = drawn("line", { class: "tick", x1: x(time), x2: x(time), y1: y - 7,
-            y2: y + 7, style: `stroke: ${this.#colour(r)}` });
-          this.ticks.push([time, tick]);
-          parts.push(tick);
-        }
-        if (request.reason === "abort") {
-          parts.push(drawn("path", { class: "abort",
-            d: `M${x(ended) - 4} ${y - 4}l8 8m0 -8l-8 8` }));
-        }
-        for (const part of parts.slice(mine)) part.dataset.who = r;
+        return { who: r, name: this.#name(r), mark: this.viewer.mark(request.id),
+          colour: this.#colour(r), arrived: request.arrived - recording.zero, ended,
+          firstToken: recording.tokens[r][0] ?? ended, tokens: recording.tokens[r],
+          isAborted: request.reason === "abort" };
       });
-      // 3. The steps, and the seconds.
-      const y = top + recording.requests.length * rowHeight + 5;
-      if (this.left > 40) parts.push(drawn("text", { class: "label", x: 0, y: y + 9 }, this.words.steps));
-      for (const frame of recording.frames) {
-        if (frame.over) continue;
-        const prompt = frame.slices.some(([r, , n]) => n > 1
-          && (recording.made || recording.isDocument(r)));
-        parts.push(drawn("rect", { class: prompt ? "step prompt" : "step", x: x(frame.start), y,
-          width: Math.max(0.4, x(frame.end) - x(frame.start) - 0.5), height: 11 }));
-      }
-      const every = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20].find((s) => x(s) - x(0) > 46) ?? 50;
-      for (let n = Math.ceil(first / every); n * every <= last; n += 1) {
-        const s = n * every || 0; // not -0
-        parts.push(drawn("text", { class: "axis", x: x(s), y: height - 4, "text-anchor": "middle" },
-          this.viewer.span[1] < 1 ? `${this.viewer.number(s * 1000)} ms` : `${this.viewer.number(s)} s`));
-      }
-      this.cursor = drawn("line", { class: "cursor", y1: top - 4, y2: height - 18 });
-      this.strips.replaceChildren(...parts, this.cursor);
+      const steps = recording.frames.filter((frame) => !frame.over).map(({ start, end, slices: all }) => ({
+        start, end, isPrompt: all.some(([r, , n]) => n > 1 && (recording.made || recording.isDocument(r))) }));
+      const { longest } = recording;
+      const { x, left, ticks, top, bottom } = strips(this.strips, {
+        width: Math.max(240, this.body.clientWidth), span: this.viewer.span, rows, steps,
+        hole: { ...longest, rows: chats, label: this.viewer.seconds(longest.seconds) },
+        stepsLabel: this.words.steps,
+        tick: (s) => (this.viewer.span[1] < 1 ? `${this.viewer.number(s * 1000)} ms`
+          : `${this.viewer.number(s)} s`) });
+      Object.assign(this, { x, left, ticks });
+      this.cursor = drawn("line", { class: "cursor", y1: top, y2: bottom });
+      this.strips.append(this.cursor);
     }
 
     /** Show a time. Cheap while the step stays the same. */
@@ -431,16 +349,11 @@
       this.counter.dataset.tokens = frame.numTokens;
       const parts = frame.slices.map(([r, start, n]) => `${this.#name(r)} ${viewer.number(n)}`);
       this.bar.setAttribute("aria-label", parts.join(", "));
-      const room = Math.max(viewer.most, 1);
-      this.bar.replaceChildren(...frame.slices.map(([r, start, n]) => {
-        const request = recording.requests[r];
-        const slice = element("span", { class: "viewer__slice", "data-tokens": n, "data-who": r,
-          title: words.slice.replace("{name}", this.#name(r)).replace("{start}", viewer.number(start))
-            .replace("{end}", viewer.number(start + n - 1)),
-          style: `--colour: ${this.#colour(r)}; flex: 0 1 calc(1.25rem + ${(n / room) * 100}%)` });
-        slice.append(n > 1 ? `${viewer.mark(request.id)} ${viewer.number(n)}` : viewer.mark(request.id));
-        return slice;
-      }));
+      this.bar.replaceChildren(...slices(frame.slices.map(([r, start, n]) => ({
+        who: r, count: n, number: viewer.number(n), mark: viewer.mark(recording.requests[r].id),
+        colour: this.#colour(r), title: words.slice.replace("{name}", this.#name(r))
+          .replace("{start}", viewer.number(start)).replace("{end}", viewer.number(start + n - 1)) })),
+      viewer.most));
       this.events.textContent = this.sentences(frame).join(" ");
     }
 
@@ -467,29 +380,22 @@
       const counts = { held: 0, shared: 0, cached: 0, free: 0 };
       frame.cells.forEach((cell, block) => {
         counts[cell.kind] += 1;
-        const shown = this.cells[block];
         const owner = cell.held[0] ?? cell.before;
-        shown.className = `viewer__cell ${cell.kind}`;
-        shown.dataset.kind = cell.kind;
-        shown.dataset.who = [...new Set(cell.held.map(([r]) => r))].join(" ");
-        shown.textContent = cell.kind === "shared" ? `×${cell.held.length}`
-          : owner ? viewer.mark(recording.requests[owner[0]].id) : "";
-        shown.style.setProperty("--colour", cell.kind === "shared" ? "var(--fig-shared)"
-          : owner ? this.#colour(owner[0]) : "var(--fig-free)");
         const holders = (cell.held.length ? cell.held : cell.before ? [cell.before] : [])
           .map(([r, i]) => words.holder.replace("{name}", this.#name(r))
             .replace("{start}", viewer.number(i * size))
             .replace("{end}", viewer.number((i + 1) * size - 1)));
-        shown.title = `${words.block.replace("{block}", block)}: `
-          + [words.kinds[cell.kind], ...holders].join(", ");
+        drawBlock(this.cells[block], {
+          kind: cell.kind, who: [...new Set(cell.held.map(([r]) => r))].join(" "),
+          text: cell.kind === "shared" ? `×${cell.held.length}`
+            : owner ? viewer.mark(recording.requests[owner[0]].id) : "",
+          colour: owner ? this.#colour(owner[0]) : "var(--fig-free)",
+          title: `${words.block.replace("{block}", block)}: `
+            + [words.kinds[cell.kind], ...holders].join(", ") });
       });
       const summary = Object.entries(counts).map(([kind, n]) => `${words.kinds[kind]} ${n}`);
       this.grid.setAttribute("aria-label", summary.join(", "));
-      this.counts.replaceChildren(...Object.entries(counts).map(([kind, n]) => element("li", {},
-        element("span", { class: `viewer__cell ${kind}`, "aria-hidden": "true",
-          style: `--colour: var(--fig-${kind === "shared" ? "shared" : "a"})` },
-        { held: "A", shared: "×2", cached: "A", free: "" }[kind]),
-        `${words.kinds[kind]} `, element("b", { "data-count": kind }, viewer.number(n)))));
+      this.counts.replaceChildren(...blockCounts(counts, words.kinds, viewer));
     }
 
     #updateRequests(frame) {
@@ -499,12 +405,9 @@
         const total = recording.requests[r].prompt_tokens;
         const prompt = Math.min(one.inCache, total);
         const live = ["waiting", "prefilling", "running"].includes(one.state);
-        state.replaceChildren(element("span", { class: `viewer__state ${one.state}` },
-          words.states[one.state]));
+        state.replaceChildren(stateChip(one.state, words.states[one.state]));
         const share = live ? prompt / total : 0;
-        cache.replaceChildren(element("span", { class: "viewer__progress",
-          style: `--share: ${share}; --colour: ${this.#colour(r)}` }),
-        live ? `${viewer.number(prompt)} / ${viewer.number(total)}` : `– / ${viewer.number(total)}`);
+        cache.replaceChildren(progress(share, this.#colour(r)), live ? `${viewer.number(prompt)} / ${viewer.number(total)}` : `– / ${viewer.number(total)}`);
         generated.textContent = one.state === "absent" ? "–" : viewer.number(one.generated);
         const { seconds } = recording.waits[r];
         wait.textContent = seconds && one.generated > 1 ? viewer.seconds(seconds) : "–";
@@ -549,16 +452,13 @@
   // --- the whole ----------------------------------------------------------------------------
 
   /** Controls and one or two panels, moved together. Knows nothing of where recordings come from. */
-  class Replay {
+  class Replay extends Numbers {
     constructor(root, words, { speeds = SPEEDS, picks = false } = {}) {
+      super();
       this.root = root;
       this.words = words;
       this.speeds = speeds;
       this.picks = picks;
-      this.format = new Intl.NumberFormat(document.documentElement.lang || "en",
-        { maximumFractionDigits: 2 });
-      this.hundredths = new Intl.NumberFormat(document.documentElement.lang || "en",
-        { minimumFractionDigits: 2, maximumFractionDigits: 2, signDisplay: "negative" });
       this.panels = [new Panel(this), new Panel(this)];
       this.span = [0, 1];
       this.most = 1;
@@ -572,22 +472,11 @@
       }).observe(root);
     }
 
-    number(value) { return this.format.format(value); }
-
-    fixed(value) { return this.hundredths.format(value); }
-
-    seconds(value) {
-      return value < 0.9995 ? `${this.number(Math.round(value * 1000) || 0)} ms` : `${this.fixed(value)} s`;
-    }
-
     name(id) { return this.words.names[id] ?? this.words.chat.replace("{name}", id); }
 
     mark(id) { return this.words.marks[id] ?? id; }
 
-    colour(id) {
-      const known = /^[A-Z]$/.test(id);
-      return `var(--fig-${known ? COLOURS[(id.charCodeAt(0) - 65) % COLOURS.length] : "doc"})`;
-    }
+    colour(id) { return colour(id); }
 
     #build() {
       const { words } = this;
