@@ -59,10 +59,10 @@ def start_server(tiny: Any) -> Iterator[Callable[..., TestServer]]:
     def start(
         stages: tuple[int, ...] = (1, 2, 3, 4),
         options: dict[str, Any] | None = None,
-        by_stage: dict[int, dict[str, Any]] | None = None,
         max_waiting: int = 256,
         loaded: Any = tiny,
         send_buffer: int = 0,
+        by_stage: dict[int, dict[str, Any]] | None = None,
         **more: Any,
     ) -> TestServer:
         every = {

@@ -458,6 +458,7 @@ def test_events_are_the_steps(http: httpx2.Client, server: Any) -> None:
     slices = [(start, count) for event in steps for _, start, count in event["step"]["slices"]]
     assert slices == [(0, 16), (16, 16), (32, 8), (40, 1), (41, 1), (42, 1)]
     first = steps[0]["requests"][name]
+    assert len(set(first.pop("block_table"))) == 4
     assert first == {"state": "prefilling", "blocks": 4, "prefilled": 16, "prompt": 40}
     assert steps[0]["model"] == "stage-04"
     assert steps[0]["free_blocks"] == steps[0]["num_blocks"] - 4

@@ -707,6 +707,75 @@ def _rooms_upright(words: Words) -> Canvas:
     return canvas
 
 
+def serving(words: Words, narrow: bool = False) -> Drawing:
+    """The threads of a server and what goes between them."""
+    if narrow:
+        return _serving_upright(words), {}
+    canvas = Canvas(690, 236)
+    for x, width, lane in ((8, 206, "loop"), (262, 166, "tokenizer"), (476, 206, "engines")):
+        canvas.rect(x, 30, width, 176, "soft", stroke="line", radius=6)
+        canvas.text(x + width / 2, 20, words[lane], "small muted", "middle")
+    _box(canvas, 24, 46, 174, words["receive"])
+    _box(canvas, 24, 158, 174, words["send"])
+    _box(canvas, 278, 46, 134, words["encode"])
+    _box(canvas, 492, 46, 174, words["queue"])
+    _box(canvas, 492, 102, 174, words["step"], "doc")
+    _box(canvas, 492, 158, 174, words["put"])
+    canvas.line(198, 63, 276, 63, "line", 1.4, arrow=True)
+    canvas.line(412, 63, 490, 63, "line", 1.4, arrow=True)
+    canvas.line(579, 80, 579, 100, "line", 1.4, arrow=True)
+    canvas.line(579, 136, 579, 156, "line", 1.4, arrow=True)
+    canvas.line(492, 175, 200, 175, "line", 1.4, arrow=True)
+    canvas.path("M111 80V118H490", "line", 1.4, dashed=True, arrow=True)
+    canvas.text(270, 111, words["abort"], "small muted")
+    canvas.text(270, 168, words["wake"], "small muted")
+    canvas.text(8, 228, words["note"], "small muted")
+    return canvas, {}
+
+
+def _serving_upright(words: Words) -> Canvas:
+    """The same from top to bottom."""
+    canvas = Canvas(NARROW, 390)
+    for y, width, height, lane in (
+        (20, 332, 62, "loop"),
+        (118, 166, 62, "tokenizer"),
+        (216, 332, 112, "engines"),
+    ):
+        canvas.rect(4, y, width, height, "soft", stroke="line", radius=6)
+        canvas.text(14, y + 16, words[lane], "small muted")
+    _box(canvas, 14, 44, 150, words["receive"], height=30)
+    _box(canvas, 178, 44, 150, words["send"], height=30)
+    _box(canvas, 14, 142, 146, words["encode"], height=30)
+    _box(canvas, 14, 240, 146, words["queue"], height=30)
+    _box(canvas, 14, 288, 146, words["step"], "doc", height=30)
+    _box(canvas, 182, 288, 146, words["put"], height=30)
+    canvas.line(87, 74, 87, 140, "line", 1.4, arrow=True)
+    canvas.line(87, 172, 87, 238, "line", 1.4, arrow=True)
+    canvas.line(87, 270, 87, 286, "line", 1.4, arrow=True)
+    canvas.line(160, 303, 180, 303, "line", 1.4, arrow=True)
+    canvas.line(316, 288, 316, 76, "line", 1.4, arrow=True)
+    canvas.path("M150 74V100H190V280H140V286", "line", 1.4, dashed=True, arrow=True)
+    for y, name in ((120, "abort"), (174, "wake")):
+        for i, line in enumerate(textwrap.wrap(words[name], 16)):
+            canvas.text(200, y + i * 14, line, "small muted")
+    for i, line in enumerate(textwrap.wrap(words["note"], 48)):
+        canvas.text(8, 348 + i * 14, line, "small muted")
+    return canvas
+
+
+def _box(
+    canvas: Canvas,
+    x: float,
+    y: float,
+    width: float,
+    text: str,
+    fill: str = "shared",
+    height: float = 34,
+) -> None:
+    canvas.rect(x, y, width, height, fill, radius=4)
+    canvas.text(x + width / 2, y + height / 2 + 5, text, "small on", "middle")
+
+
 # Figures whose parts belong to paragraphs of code on the same page.
 LINKED = {"steps_4": ("stages/04_chunked_prefill/scheduler.py", "Scheduler.schedule")}
 
@@ -715,6 +784,6 @@ FIGURES: dict[str, Callable[..., Drawing]] = {
     for drawing in (
         *(stall, roofline, pool_before, table_to_pool, slots, waste, steps_1, gather, split_kv),
         *(chain, refs, free_queue, steps_3, steps_4, states, between, chunk_boundary, occupancy),
-        *(hit_and_chunks, measures, rooms),
+        *(hit_and_chunks, measures, rooms, serving),
     )
 }

@@ -162,6 +162,8 @@
       parts.push(drawn("text", { class: "label", x: 0, y: y + 4 }, left > 40 ? row.name : row.mark));
       if (row.arrived !== null) {
         parts.push(drawn("line", { class: "rail", x1: x(row.arrived), x2: x(row.ended), y1: y, y2: y }));
+      }
+      if (row.firstToken > row.arrived) {
         parts.push(drawn("rect", { class: "wait", x: x(row.arrived), y: y - 4, height: 8, rx: 2,
           width: Math.max(1, x(row.firstToken) - x(row.arrived)), style: `stroke: ${row.colour}` }));
       }

@@ -251,7 +251,7 @@
       this.queues = element("p", { class: "viewer__queues" });
       this.body.append(
         element("dl", { class: "viewer__facts" }, fact("gap", "longest wait of a chat"),
-          fact("between", "tokens computed in it"),
+          fact("between", "tokens computed meanwhile"),
           fact("ttft", "document’s first token after")),
         heading("The texts"),
         element("div", { class: "viewer__texts" }, ...this.texts.map(({ line }) => line)),
@@ -265,6 +265,7 @@
     clear() {
       this.talks = [];
       this.zero = now();
+      this.salt = `${Date.now()}-${Math.random()}`; // no run finds what another one has computed
       this.stage = new Stage();
       stages.set(this.model, this.stage);
     }
@@ -293,7 +294,7 @@
 
     #say(who, words, options) {
       const messages = [{ role: "system", content: example.system }, { role: "user", content: words }];
-      const talk = new Talk(who, this.model, messages, options);
+      const talk = new Talk(who, this.model, messages, { ...options, cache_salt: this.salt });
       this.talks.push(talk);
       talk.reached(1).then((came) => {
         if (came && who === DOCUMENT) $("said").textContent = this.spoken();
@@ -446,7 +447,7 @@
         this.cells = Array.from({ length: wanted }, () => element("span"));
         this.grid.replaceChildren(...this.cells);
         this.grid.style.setProperty("--columns", columns(wanted, 20));
-        this.grid.style.setProperty("--columns-narrow", columns(wanted, 20));
+        this.grid.style.setProperty("--columns-narrow", 16);
       }
       this.cells.forEach((cell, i) => {
         const [id, whos] = held[i] ?? [];
