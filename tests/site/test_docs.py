@@ -57,6 +57,9 @@ EXTERNAL_NAMES = set(
     add_chunked_req ScheduleBatch ScheduleBatch.retract_decode retract_decode chunked_req
     chunked_prefill_size
     max_prefill_tokens prefill_decode_interval page_size RadixCache RadixCache.match_prefix evict
+    AsyncLLM AsyncLLM.generate EngineCoreProc.run_busy_loop RequestOutputCollector ROUTER PUSH PULL
+    with_cancellation VLLM_V1_OUTPUT_PROC_CHUNK_SIZE TokenizerManager DetokenizerManager openai
+    Scheduler._abort_on_queued_limit create_abort_task vllm:inter_token_latency_seconds
     match_prefix insert extra_key cache_salt DynamicChunkSizer torch.nn.functional running.pop()
     """.split()
 )
@@ -142,7 +145,7 @@ def symbols() -> frozenset[str]:
         for path in (ROOT / folder).rglob("*.py"):
             found.add(path.stem)
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                     found.add(node.name)
                 elif isinstance(node, ast.arg):
                     found.add(node.arg)
@@ -209,6 +212,8 @@ def problem(span: str) -> str | None:
         field = option[2:].replace("-", "_")
         known = f'"{option}"' in texts() or field in symbols() or option in EXTERNAL_OPTIONS
         return None if known else f"no program has the option {option}"
+    if span.startswith("/"):
+        return None if f'"{span}"' in texts() else f"the server has no route {span}"
     if span.startswith(COMMANDS):
         modules = re.findall(r"python -m (\w[\w.]*\w)", span)
         missing = [m for m in modules if m not in ("pytest", *EXTERNAL_MODULES) and not module(m)]
@@ -223,7 +228,10 @@ def problem(span: str) -> str | None:
     return f"nothing is called {', '.join(unknown)}" if unknown else None
 
 
-EXTERNAL_OPTIONS = {"--enable-mixed-chunk", "--max-num-batched-tokens"}
+EXTERNAL_OPTIONS = {
+    *("--enable-mixed-chunk", "--max-num-batched-tokens", "--api-server-count"),
+    "--max-queued-requests",
+}
 EXTERNAL_MODULES = ("sglang.benchmark.serving",)
 
 
@@ -243,7 +251,7 @@ def test_names_in_code_style_exist() -> None:
     "span",
     [
         *("Scheduler.schedul", "max_chunk_size", "stages/05_more", "schedule.py", "make sites"),
-        *("--max-chunk", "python -m shared.nothing", "block_tables[i] + slott"),
+        *("--max-chunk", "python -m shared.nothing", "block_tables[i] + slott", "/v1/models/all"),
     ],
 )
 def test_a_name_that_is_nowhere_is_found_out(span: str) -> None:
@@ -277,7 +285,7 @@ def test_commands_exist() -> None:
     assert len(commands) > 40, "the shell commands were not found"
     wrong = []
     for page, command in commands:
-        ours = "-m" in command or command.startswith("make")
+        ours = " -m " in command or command.startswith("make")
         parts = [command, *re.findall(r"(?<= )--[a-z][\w-]*", command)] if ours else []
         wrong += [f"{page}: {command}: {why}" for part in parts if (why := problem(part))]
         tests = re.findall(r"(?:stages|tests)/[\w./]+", command)
