@@ -96,7 +96,9 @@ def test_the_stall_is_there_in_stage_03_and_gone_in_stage_04(
     assert budget < prompt / 4
     for who in CHATS:
         assert int(first[who]["mostBetween"]) > prompt
-        assert int(whole[who]["mostBetween"]) > prompt, "the second run found the first in the cache"
+        assert int(whole[who]["mostBetween"]) > prompt, (
+            "the second run found the first in the cache"
+        )
         assert int(chunks[who]["mostBetween"]) <= budget, "a step has at most the budget"
         assert float(whole[who]["longestGap"]) > 0 and float(chunks[who]["longestGap"]) > 0
         assert {whole[who]["reason"], chunks[who]["reason"]} == {"abort"}
