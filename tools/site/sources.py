@@ -23,7 +23,7 @@ CONTEXT = 3  # unchanged lines around a change
 MAX_NEW_FILE = 60  # a longer new file is described, not shown: its page embeds the parts
 KERNELS = ("paged_attention_", "cuda_graph")  # shown as new files only: stages copy them
 
-Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
 
 class DocsError(ValueError):
@@ -47,7 +47,7 @@ def definitions(path: str) -> dict[str, Definition]:
 
     def visit(body: Iterable[ast.stmt], prefix: str) -> None:
         for node in body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 found.setdefault(prefix + node.name, node)
             if isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
@@ -199,7 +199,7 @@ def _scopes(path: str) -> list[str]:
     lines = _source(path)
     names = [""] * (len(lines) + 1)
     for name, node in definitions(path).items():
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             first, last = span(path, name)
             for n in range(first, last + 1):
                 names[n] = name
