@@ -47,7 +47,7 @@ def visit(browser: Any, example_server: Any) -> Iterator[Callable[..., Any]]:
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: asked.add(urlsplit(request.url).netloc))
-        page.goto(example_server.url)
+        page.goto(f"{example_server.url}/?tokens=3000")  # the chats last until they are stopped
         page.wait_for_selector("body[data-ready]")
         return page
 
@@ -68,7 +68,9 @@ def lines(panel: Any) -> dict[str, dict[str, str]]:
 def stall(page: Any, side: int) -> dict[str, dict[str, str]]:
     """Start the chats, send the document, and wait until its prompt is done."""
     panel = page.locator(".live").nth(side)
+    run = int(panel.get_attribute("data-run")) + 1
     panel.locator("[data-button=start]").click()
+    panel.and_(page.locator(f"[data-run='{run}']")).wait_for()
     enough = """([side, who, count]) => [...document.querySelectorAll(".live")][side]
         .querySelector(`.viewer__texts [data-who=${who}]`).dataset.generated >= count"""
     page.wait_for_function(enough, arg=[side, CHATS[-1], example.BEFORE_DOCUMENT])

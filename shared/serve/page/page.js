@@ -11,7 +11,7 @@
   const $ = (id) => document.getElementById(id);
 
   const DOCUMENT = "document";
-  const TOKENS_EACH = 300; // of each chat
+  const TOKENS_EACH = Number(new URLSearchParams(location.search).get("tokens") ?? 300); // of a chat
   const LONG = 3; // a chat that waits this many times its usual gap is said to wait
   const SECONDS = 12; // of tokens that are shown
   const BEFORE = 2; // of them before the document, once it is sent
@@ -208,7 +208,7 @@
       this.start = button("start", "Start four chats", () => this.begin(), "main");
       this.send = button("send", "Send the document", () => this.sendDocument());
       this.halt = button("stop", "Stop", () => this.end());
-      this.select.addEventListener("change", () => { this.end(); this.clear(); arrange(); });
+      this.select.addEventListener("change", () => { this.end(); if (this.model) this.clear(); arrange(); });
       this.body = element("div");
       this.root = element("section", { class: "live viewer viewer__panel" },
         element("div", { class: "live__controls" },
@@ -263,11 +263,14 @@
 
     /** Forget the last run. */
     clear() {
+      this.end();
       this.talks = [];
       this.zero = now();
       this.salt = `${Date.now()}-${Math.random()}`; // no run finds what another one has computed
       this.stage = new Stage();
       stages.set(this.model, this.stage);
+      this.root.dataset.run = Number(this.root.dataset.run ?? 0) + 1;
+      this.draw(true);
     }
 
     /** Four chats, each a little after the one before. */
