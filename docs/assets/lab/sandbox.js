@@ -355,7 +355,7 @@
             (value) => {
               if (value === null) delete side.options[name]; else side.options[name] = value;
             }), { name: letter + (i ? "2" : "") })))));
-      this.options.replaceChildren(element("table", {},
+      this.options.replaceChildren(element("table", { class: "lab__grid" },
         element("tbody", {}, element("tr", {}, element("th", { scope: "row" }, words.stage),
           stage(one, 0), stage(other, 1)), ...rows)));
       // 2. Requests.
@@ -375,7 +375,7 @@
         this.#fill();
         this.#changed();
       });
-      this.table.replaceChildren(element("table", {},
+      this.table.replaceChildren(element("table", { class: "lab__grid" },
         element("thead", {}, element("tr", {}, ...words.request_columns.map((text) => element("th",
           { scope: "col" }, text)), element("td", {}))),
         element("tbody", {}, ...this.requests.map((request, i) => element("tr", {},

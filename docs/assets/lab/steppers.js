@@ -177,7 +177,7 @@
     show();
     return element("section", { "data-step": "softmax" }, element("h2", {}, words.softmax.title),
       element("p", {}, words.softmax.text), cards, element("p", {}, next, " ", again),
-      element("table", {}, element("thead", {}, element("tr", {}, ...words.softmax.columns
+      element("table", { class: "lab__grid" }, element("thead", {}, element("tr", {}, ...words.softmax.columns
         .map((text) => element("th", { scope: "col" }, text)))), body), said);
   }
 
