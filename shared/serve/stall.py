@@ -1,7 +1,7 @@
 """A client that measures its own stall: the running example through HTTP.
 
-Four chats stream from one stage, a document arrives, and each chat tells its longest wait. Needs
-only the standard library and knows no engine: any OpenAI server will do.
+Four chats stream from one stage, a document arrives, and each chat tells its longest wait. Its HTTP
+is the standard library's. Knows no engine: any server with vLLM's API will do.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def problem(span: str) -> str | None:
 
 EXTERNAL_OPTIONS = {
     *("--enable-mixed-chunk", "--max-num-batched-tokens", "--api-server-count"),
-    "--max-queued-requests",
+    *("--max-queued-requests", "--max-num-queued-reqs", "--sse-keep-alive-interval"),
 }
 EXTERNAL_MODULES = ("sglang.benchmark.serving",)
 
