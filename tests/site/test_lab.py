@@ -624,7 +624,9 @@ def test_a_paragraph_lights_its_slices(together: Any) -> None:
     decodes = sum(n == 1 for step in steps for _, _, n in step.slices)
     new = [n for step in steps for who, _, n in step.slices if who != "doc" and n > 1]
     together.focus("[data-part='2'].linked")
-    assert together.locator(".fig__wide .lit text").all_text_contents() == [str(n) for n in chunks[1:]]
+    assert together.locator(".fig__wide .lit text").all_text_contents() == [
+        str(n) for n in chunks[1:]
+    ]
     assert "PREFILLING" in together.inner_text(".linked.lit")
     together.keyboard.press("Tab")
     lit = together.locator(".fig__wide .lit text").all_text_contents()

@@ -530,7 +530,9 @@ def test_the_site_has_the_colours_of_the_pictures() -> None:
     for name, colours in COLOURS.items():
         for colour, mode in zip(colours, (light, dark), strict=True):
             assert f"--fig-{name}: {colour};" in mode
-    names = set(re.findall(r"--fig-(\w+)", "".join(map(Path.read_text, ROOT.glob("docs/**/*.css")))))
+    names = set(
+        re.findall(r"--fig-(\w+)", "".join(map(Path.read_text, ROOT.glob("docs/**/*.css"))))
+    )
     assert names and names <= set(COLOURS), "a style asks for a colour that there is not"
 
 
