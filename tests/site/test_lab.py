@@ -397,6 +397,22 @@ def address(site: Path) -> Iterator[str]:
         thread.join()
 
 
+RUN = ("run", "well")
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Two steps, but for their times."""
+    keys = (one.keys() | other.keys()) - {"start", "end"}
+    return all(one.get(key) == other.get(key) for key in keys)
+
+
+def test_a_hint_names_the_function_of_the_fault() -> None:
+    places = [lab_page.hint(number)["place"] for number in range(1, len(FAULTS) + 1)]
+    for fault, place in zip(FAULTS, places, strict=True):
+        assert f"def {place}(" in lab_page.files(4)[fault.file]
+    assert places[0] == "slot_mapping" and places[2] == "_preempt_youngest"
+
+
 def test_the_ward_from_a_server_all_eight_solved(browser: Any, address: str) -> None:
     """Wrong invariant, wrong line, then right: each is told, and why."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -406,6 +422,14 @@ def test_the_ward_from_a_server_all_eight_solved(browser: Any, address: str) -> 
         page.wait_for_selector(f"[data-lab][data-case='{number}'][data-state=ready]")
         assert page.locator(".viewer__title").count() == 2
         first, _ = fault.line(lab_page.files(4))
+        parts = [run["recording"]["steps"] for run in (lab_page.fault(number)[k] for k in RUN)]
+        differ = [i for i, (a, b) in enumerate(zip(*parts, strict=False)) if not same(a, b)]
+        assert page.get_attribute(".lab__hint[data-step]", "data-step") == (
+            str(differ[0]) if differ else ""
+        )
+        for said in (fault.file, f"It is in {lab_page.hint(number)['place']}."):
+            page.click("[data-button=hint]")
+            page.wait_for_function("text => document.body.innerText.includes(text)", arg=said)
         form = page.locator(".lab__diagnosis")
         form.locator("select >> nth=1").select_option(fault.file)
         for key, line, verdict in [

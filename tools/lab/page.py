@@ -5,6 +5,7 @@ In a page the files of the course are under `/course`, in a checkout in its fold
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -68,6 +69,18 @@ def diagnose(number: int, invariant: str, file: str, line: int) -> dict[str, Any
     return answer
 
 
+def hint(number: int) -> dict[str, str]:
+    """Where the fault of a broken engine is: its file, and the function or class in it."""
+    one = faults.FAULTS[number - 1]
+    line, _ = one.line(files(4))
+    place, inner = "", 0
+    for node in ast.walk(ast.parse(one.plant(files(4))[one.file])):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.end_lineno:
+            if inner < node.lineno <= line <= node.end_lineno:
+                place, inner = node.name, node.lineno
+    return {"file": one.file, "place": place}
+
+
 def ask(chapter: int, kind: int, seed: int) -> dict[str, Any]:
     """A question of a chapter."""
     return questions.ask(chapter, kind, seed, files)
@@ -94,7 +107,7 @@ def ask_about(
 
 CALLS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (files, run, slices, fault, diagnose, ask, ask_about, questions.judge)
+    for function in (files, run, slices, fault, diagnose, hint, ask, ask_about, questions.judge)
 }
 
 

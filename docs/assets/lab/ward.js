@@ -21,6 +21,7 @@
       this.beds = element("div", { class: "lab__tabs", role: "group", "aria-label": this.words.cases });
       this.count = faults;
       this.symptom = element("p", { class: "lab__ask" });
+      this.differs = element("p", { class: "lab__hint" });
       this.status = element("p", { class: "lab__status", role: "status" }, words.starting);
       const place = element("div", { class: "viewer" });
       this.editor = new Editor(words, () => this.#run());
@@ -46,9 +47,13 @@
         this.line.value = area.value.slice(0, area.selectionStart).split("\n").length;
       };
       for (const name of ["click", "keyup"]) this.editor.area.addEventListener(name, follow);
-      root.replaceChildren(this.beds, this.symptom, this.status, place,
+      this.hint = element("button", { type: "button", "data-button": "hint" }, this.words.hint);
+      this.hint.addEventListener("click", () => this.#hint());
+      this.hinted = element("span", { class: "lab__hint", role: "status" });
+      root.replaceChildren(this.beds, this.symptom, this.status, this.differs, place,
         element("h3", {}, this.words.read), element("p", { class: "lab__hint" }, this.words.read_hint),
-        this.editor.root, element("h3", {}, this.words.diagnosis), form, this.verdict);
+        this.editor.root, element("h3", {}, this.words.diagnosis), form, this.verdict,
+        element("p", { class: "lab__buttons" }, this.hint, this.hinted));
       this.replay = new Replay(place, { ...viewer, ...words.replay }, { speeds: SPEEDS });
       this.#buttons();
       this.open(1);
@@ -69,6 +74,9 @@
       this.number = number;
       this.#buttons();
       this.verdict.replaceChildren();
+      this.hints = 0;
+      this.hint.disabled = false;
+      this.hinted.textContent = "";
       this.invariant.value = "";
       this.line.value = "";
       let fault;
@@ -91,9 +99,38 @@
       const made = [[run, this.words.broken], [this.fault.well, this.words.well]].map(([result, title], i) => (
         result.recording ? new Recording(`ward${i}`, { made: true, title, ...result.recording }) : null));
       this.replay.show(made[0] ? made : [made[1], null], made[0]?.first);
+      this.#compare(...made);
       this.editor.tell(run.error);
       this.status.textContent = run.error
         ? this.all.failed_at.replace("{step}", run.error.step).replace("{message}", run.error.message) : "";
+    }
+
+    /** Say where the two runs part, and go there; or that their schedules are the same. */
+    #compare(one, other) {
+      const kept = ({ start, end, ...rest }) => JSON.stringify(rest, Object.keys(rest).sort());
+      this.differs.replaceChildren();
+      if (!one || !other) return;
+      const count = Math.max(one.steps.length, other.steps.length);
+      let step = 0;
+      const same = (i) => one.steps[i] && other.steps[i] && kept(one.steps[i]) === kept(other.steps[i]);
+      while (step < count && same(step)) step += 1;
+      this.differs.dataset.step = step < count ? step : "";
+      if (step === count) { this.differs.textContent = this.words.same_steps; return; }
+      const go = element("button", { type: "button", "data-button": "go" },
+        this.all.go.replace("{step}", step));
+      const recording = one.frames[step] ? one : other;
+      go.addEventListener("click", () => this.replay.moveTo(recording.frames[step].start));
+      this.differs.append(`${this.words.same_until.replace("{step}", step)} `, go);
+    }
+
+    async #hint() {
+      const number = this.number;
+      const { file, place } = await lab.call("hint", number);
+      if (number !== this.number) return;
+      this.hints += 1;
+      this.hinted.textContent = this.words.hint_file.replace("{file}", file)
+        + (this.hints > 1 ? ` ${this.words.hint_place.replace("{place}", place)}` : "");
+      this.hint.disabled = this.hints > 1;
     }
 
     async #run() {
@@ -101,6 +138,7 @@
       const result = await lab.call("run", this.fault.setting, edits);
       this.#show(result);
       const well = !result.broken.length && !result.error;
+      if (well) this.differs.replaceChildren(); // what may differ now is the reader's way to mend it
       this.status.textContent = result.error ? this.status.textContent
         : well ? this.words.mended : this.words.not_mended;
       this.root.dataset.runs = Number(this.root.dataset.runs ?? 0) + 1;
