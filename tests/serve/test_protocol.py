@@ -189,7 +189,7 @@ REFUSED = [  # path, what is changed, a part of the message
     (TEXTS, {"prompt": [5] * 600}, "600 prompt tokens"),
     (TEXTS, {"prompt": ""}, "the prompt is empty"),
     (TEXTS, {"prompt": []}, "the prompt is empty"),
-    (TEXTS, {"prompt": [9999]}, "token id 9999 lies outside the vocabulary of"),
+    (TEXTS, {"prompt": [9999]}, "token id 9999 is outside the vocabulary of"),
     (TEXTS, {"prompt": 3}, "prompt: Input should be a valid string; or"),
     (TEXTS, {"prompt": "\ud800"}, "not valid Unicode"),
     (TEXTS, {"prompt": ["x"] * 129}, "129 prompts times n 1 are 129 choices"),
@@ -200,9 +200,9 @@ REFUSED = [  # path, what is changed, a part of the message
     (TEXTS, {"stop": ["x"] * 17}, "stop: "),
     (TEXTS, {"stop": "x" * 1001}, "at most 1000 characters"),
     (TEXTS, {"stop": [""]}, "empty string"),
-    (TEXTS, {"stop_token_ids": [9999]}, "token id 9999 lies outside the vocabulary"),
+    (TEXTS, {"stop_token_ids": [9999]}, "token id 9999 is outside the vocabulary"),
     (TEXTS, {"logit_bias": {"x": 1}}, "logit_bias maps token ids to numbers, got the key 'x'"),
-    (TEXTS, {"logit_bias": {"9999": 1}}, "token id 9999 lies outside the vocabulary"),
+    (TEXTS, {"logit_bias": {"9999": 1}}, "token id 9999 is outside the vocabulary"),
     (TEXTS, {"logit_bias": {"5": 101}}, "must be from -100 to 100, got 101"),
     (TEXTS, {"temperature": -1}, "temperature must be 0 or more, got -1"),
     (TEXTS, {"temperature": "hot"}, "temperature: Input should be a valid number"),
@@ -236,7 +236,7 @@ REFUSED = [  # path, what is changed, a part of the message
         "tool_calls in a message is not supported",
     ),
     ("/tokenize", {"messages": CHAT["messages"]}, "either prompt or messages"),
-    ("/detokenize", {"tokens": [-1]}, "token id -1 lies outside the vocabulary of"),
+    ("/detokenize", {"tokens": [-1]}, "token id -1 is outside the vocabulary of"),
 ]
 
 
