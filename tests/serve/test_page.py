@@ -6,7 +6,6 @@ speed changes nothing.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,24 +14,16 @@ import httpx2
 import pytest
 
 from shared.measure import example
+from tests.browser import chromium
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync")
 CHATS = list(example.CHATS)
 DOCUMENT = "Blocks, slots and slices. " * 40
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
-        yield chromium
-        chromium.close()
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture

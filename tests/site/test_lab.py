@@ -31,16 +31,10 @@ from tools.lab.presets import PRESETS
 from tools.site import example, figures, hero, sources
 from tools.site import lab as docs_lab
 from tools.site import macros as docs_macros
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from tests.browser import chromium
 
 ROOT = docs_lab.ROOT
 ASSETS = ROOT / "docs" / "assets"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
 # The scripts that the site's pages load first: the search's shim replaces `Worker` on the disk.
 MKDOCS = (docs_lab.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 POLYFILLS = re.findall(r"(?<=- )assets/\S+\.js", MKDOCS[: MKDOCS.index("\nextra_css")])
@@ -162,21 +156,16 @@ def test_a_package_with_another_checksum_is_not_used(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
-        new_page = chromium.new_page
+    with chromium() as running:
+        new_page = running.new_page
 
         def patient(**options: Any) -> Any:
             page = new_page(**options)
             page.set_default_timeout(200_000)  # ms: a busy machine takes long to start Python
             return page
 
-        chromium.new_page = patient
-        yield chromium
-        chromium.close()
+        running.new_page = patient
+        yield running
 
 
 @pytest.fixture(scope="module")

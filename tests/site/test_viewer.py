@@ -18,16 +18,10 @@ from shared.record.__main__ import DOCUMENT_TOKENS, MAX_BYTES, RECORDINGS, Pool,
 from shared.draw.palette import stylesheet
 from tools.site import macros as docs_macros
 from tools.site import viewer as docs_viewer
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from tests.browser import chromium
 
 ASSETS = docs_viewer.ROOT / "docs" / "assets"
 NAMES = [one["name"] for one in docs_viewer.recordings()]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "/usr/bin/chromium")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-)
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <link rel="stylesheet" href="assets/palette.css">
@@ -97,13 +91,8 @@ def test_a_file_whose_blocks_do_not_add_up_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
-        yield chromium
-        chromium.close()
+    with chromium() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
