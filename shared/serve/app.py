@@ -12,8 +12,8 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -439,19 +439,17 @@ def create_app(
     return app
 
 
-class refusals:
+@contextmanager
+def refusals() -> Iterator[None]:
     """Within, what the driver and the engine refuse becomes the error that says so."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Busy):
-            raise APIError(429, str(error)) from error
-        if isinstance(error, Closed):
-            raise APIError(503, str(error)) from error
-        if isinstance(error, (TypeError, ValueError)):
-            raise APIError(400, str(error)) from error
+    try:
+        yield
+    except Busy as error:
+        raise APIError(429, str(error)) from error
+    except Closed as error:
+        raise APIError(503, str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise APIError(400, str(error)) from error
 
 
 def _json(content: Any) -> bytes:
