@@ -356,7 +356,7 @@ def paged_prefill(
         block_tables: int32 `[B, max_blocks]`.
         context_lens: int32 `[B]`, tokens in the cache, the slice included. A slice starts at
             position `context_len - query_len`.
-        query_start_loc: int32 `[B + 1]`, slice i has the rows `[i] .. [i + 1]`.
+        query_start_loc: int32 `[B + 1]`, slice i has the rows `[i]..[i + 1]`.
         max_query_len: at least the longest slice; with the batch it sets the grid.
         scale: factor on the scores.
         is_small: whether a program takes few rows; None: if the chip would be idle otherwise.
@@ -398,9 +398,7 @@ def warm_up(shape: ModelShape, block_size: int) -> None:
     for num_splits in (1, 2):
         paged_decode(query, k_cache, v_cache, table, lens, 1, 1.0, num_splits)
     for is_small in (False, True):
-        paged_prefill(
-            query, key, key, k_cache, v_cache, table, lens, starts, 1, 1.0, is_small
-        )  # fmt: skip
+        paged_prefill(query, key, key, k_cache, v_cache, table, lens, starts, 1, 1.0, is_small)
 
 
 def choose_num_splits(programs: int, max_context_len: int, num_processors: int) -> int:
