@@ -160,8 +160,9 @@ PLANTED: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "block tables on the host": (
         "paged_attention_triton",
         "paged_decode",
-        lambda original, **options: original(
-            **{**options, "block_tables": options["block_tables"].cpu()}
+        lambda original, *args, **options: original(  # args: only `warm_up` has them
+            *args,
+            **({**options, "block_tables": options["block_tables"].cpu()} if options else {}),
         ),
     ),
     "the cache is on the host": (
