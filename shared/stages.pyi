@@ -36,7 +36,7 @@ class Engine1(EngineBase):
             device: "auto", "cpu" or "cuda"; like `dtype` only for a model given by name.
             dtype: "auto", "float32", "bfloat16" or "float16".
             block_size: token slots in one block of the KV cache.
-            num_blocks: blocks in the pool; None sizes it from the memory that is left.
+            num_blocks: blocks in the pool; None sizes it from the free memory.
             max_num_seqs: sequences that may hold blocks at the same time.
             max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
             max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
@@ -80,7 +80,7 @@ class Engine2(EngineBase):
             device: "auto", "cpu" or "cuda"; like `dtype` only for a model given by name.
             dtype: "auto", "float32", "bfloat16" or "float16".
             block_size: token slots in one block of the KV cache.
-            num_blocks: blocks in the pool; None sizes it from the memory that is left.
+            num_blocks: blocks in the pool; None sizes it from the free memory.
             max_num_seqs: sequences that may hold blocks at the same time.
             max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
             max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
@@ -127,14 +127,14 @@ class Engine3(EngineBase):
             device: "auto", "cpu" or "cuda"; like `dtype` only for a model given by name.
             dtype: "auto", "float32", "bfloat16" or "float16".
             block_size: token slots in one block of the KV cache.
-            num_blocks: blocks in the pool; None sizes it from the memory that is left.
+            num_blocks: blocks in the pool; None sizes it from the free memory.
             max_num_seqs: sequences that may hold blocks at the same time.
             max_num_batched_tokens: tokens computed in one step; a longer prompt is refused.
             max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
             memory_utilization: share of memory that `num_blocks=None` may use (`shared.engine.memory`).
             attention_backend: "auto", "plain", "gather", "numba" (CPU) or "triton" (CUDA).
             enforce_eager: do not record decode steps as CUDA graphs.
-            enable_prefix_caching: keep computed blocks findable.
+            enable_prefix_caching: let later requests find computed blocks by their content.
         """
     def add_request(
         self,
@@ -182,14 +182,14 @@ class Engine4(EngineBase):
             device: "auto", "cpu" or "cuda"; like `dtype` only for a model given by name.
             dtype: "auto", "float32", "bfloat16" or "float16".
             block_size: token slots in one block of the KV cache.
-            num_blocks: blocks in the pool; None sizes it from the memory that is left.
+            num_blocks: blocks in the pool; None sizes it from the free memory.
             max_num_seqs: sequences that may hold blocks at the same time.
             max_num_batched_tokens: tokens of one step; None is a chunk plus `max_num_seqs` decodes.
             max_model_len: prompt plus generated tokens of one sequence; None is the model's context.
             memory_utilization: share of memory that `num_blocks=None` may use (`shared.engine.memory`).
             attention_backend: "auto", "plain", "gather", "numba" (CPU) or "triton" (CUDA).
             enforce_eager: do not record decode steps as CUDA graphs.
-            enable_prefix_caching: keep computed blocks findable.
+            enable_prefix_caching: let later requests find computed blocks by their content.
             max_prefill_chunk_size: prompt tokens of one sequence computed in one step; None is 512 on
                 CUDA, 128 on CPU.
             max_decode_share: decode's part of `max_num_batched_tokens` while prompts wait; None is all.
