@@ -107,5 +107,6 @@ def test_never_a_500_never_a_block(
     fuzz()
     server.wait_until_idle()
     assert server.driver.error is None
-    assert seen[200] > examples / 10 and seen[400] > examples / 10, seen
+    # Neither may be rare by chance: of 150 bodies some 20 are answered and 100 refused.
+    assert seen[200] > examples / 30 and seen[400] > examples / 10, seen
     print(dict(seen))
