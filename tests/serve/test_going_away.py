@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+
+from shared import SamplingParams
 
 from .raw import open_request, read_until
 
@@ -140,6 +143,36 @@ def test_closing_an_openai_stream_aborts(server: Any) -> None:
         stream.close()
     server.wait_until_idle()
     assert aborts(server) == aborted + 1
+
+
+def test_an_async_client_leaves_one_stream_and_reads_three(server: Any) -> None:
+    """All four are of one client, with a stage each."""
+    greedy = SamplingParams(temperature=0, max_tokens=60)
+    aborted = aborts(server)
+
+    async def read(client: openai.AsyncOpenAI, stage: int) -> str:
+        limit = 400 if stage == 2 else 60
+        stream = await client.completions.create(
+            model=f"stage-0{stage}", prompt="go on", max_tokens=limit, stream=True, temperature=0
+        )
+        text = ""
+        async with stream:
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if stage == 2:
+                    break
+        return text
+
+    async def read_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(read(client, stage) for stage in (1, 2, 3, 4)))
+
+    texts = asyncio.run(read_all())
+    server.wait_until_idle()
+    assert aborts(server) == aborted + 1
+    expected = server.engines["stage-02"].generate("go on", greedy, use_tqdm=False)[0].text
+    assert [texts[i] for i in (0, 2, 3)] == [expected] * 3
+    assert expected.startswith(texts[1]) and texts[1] != expected
 
 
 def aborts(server: Any) -> float:
