@@ -4,8 +4,9 @@
 PY := .venv/bin/python
 # A stamp knows which build of torch it was made with, so that a new GPU or driver sets up anew.
 STAMP := .venv/.installed-$(shell tools/setup/venv.sh build)-
-# The tests of a file stay together, because they share what they set up.
-PARALLEL := -n auto --dist loadfile
+# The tests of a file stay together, because they share what they set up. Files start in their
+# order: by default those with few tests start last, and some of those are the longest.
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 # Two targets may need to install into the same .venv, so they take turns, also under `make -j`.
 .NOTPARALLEL:
@@ -45,8 +46,8 @@ start-usage: # what is missing is told before anything is installed
 start: start-usage $(STAMP)test ## a folder of your own to build a stage in (STAGE=04 DIR=my_stage); FAULT=3: a broken engine
 	@$(PY) -m tools.setup.start "$(STAGE)" "$(DIR)" $(FAULT)
 
-test: $(STAMP)test ## the whole suite, with coverage of stages/ and shared/ (ARGS="-k word")
-	@$(PY) -m pytest --cov $(PARALLEL) $(ARGS)
+test: $(STAMP)test ## the whole suite (ARGS="-k word"; ARGS=--cov: with coverage, twice as long)
+	@$(PY) -m pytest $(PARALLEL) $(ARGS)
 
 fast-test: $(STAMP)test ## the tests that need neither much time nor the model's weights
 	@$(PY) -m pytest -m "not slow and not model" $(PARALLEL) $(ARGS)

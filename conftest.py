@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores. With a thread per core each, they mostly wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import shared  # isort: skip  # noqa: F401  # before torch, so that it can say how threads wait
 import torch  # isort: skip
 

@@ -26,7 +26,7 @@ from tests.oracle import MAX_MODEL_LEN, OracleModel, expected_output
 
 from .helpers import describe, poison_cache
 
-NUM_SCHEDULES = 3000
+NUM_SCHEDULES = 1000
 
 # Prompts begin with a part of one of these, so that they share prefixes.
 BASES = [[1] * 24, [2, 3] * 12, list(range(10, 34))]
@@ -356,7 +356,7 @@ def test_memory_oracle(
     oracle_request_options: dict[str, list[Any]],
 ) -> None:
     """Invariants 1 to 4 under random traffic: tiny pools, aborts, failing forwards, preemption."""
-    num_schedules = NUM_SCHEDULES * (10 if request.config.getoption("--long") else 1)
+    num_schedules = NUM_SCHEDULES * (30 if request.config.getoption("--long") else 1)
     seen = run_schedules(stage, num_schedules, oracle_options, oracle_request_options)
     print(f"\n{stage.__name__}: {dict(seen)}")
     assert seen["schedules"] >= num_schedules

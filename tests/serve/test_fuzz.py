@@ -42,26 +42,28 @@ USUAL: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def body(schema: dict[str, Any], of: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """JSON that fits a schema; its fields are often those of `USUAL`."""
+def body(schema: dict[str, Any], of: dict[str, Any], usual: bool = False) -> st.SearchStrategy[Any]:
+    """JSON that fits a schema. Its fields are often those of `USUAL`; with `usual`, all are."""
     if "$ref" in schema:
-        return body(of[schema["$ref"].rpartition("/")[2]], of)
+        return body(of[schema["$ref"].rpartition("/")[2]], of, usual)
     if "anyOf" in schema:
-        return st.one_of([body(one, of) for one in schema["anyOf"]])
+        return st.one_of([body(one, of, usual) for one in schema["anyOf"]])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     kind = schema.get("type")
     if kind == "object" and "properties" in schema:
-        fields = {
-            name: st.one_of([*[USUAL.get(name, body(field, of))] * 3, body(field, of)])
-            for name, field in schema["properties"].items()
-        }
-        required = {name: fields.pop(name) for name in schema.get("required", ())}
+        fields, required = {}, set(schema.get("required", ()))
+        for name, field in schema["properties"].items():
+            valid = body(field, of, usual)
+            if not usual:
+                fields[name] = st.one_of([*[USUAL.get(name, valid)] * 3, valid])
+            elif name in USUAL or name in required:
+                fields[name] = USUAL.get(name, valid)
+        required = {name: fields.pop(name) for name in required}
         return st.fixed_dictionaries(required, optional=fields)
     if kind == "array":
-        return st.lists(
-            body(schema.get("items", {}), of), min_size=schema.get("minItems", 0), max_size=3
-        )
+        items = body(schema.get("items", {}), of, usual)
+        return st.lists(items, min_size=schema.get("minItems", usual), max_size=3)
     return {
         "string": st.text(max_size=20),
         "integer": st.integers(-1, 40),
@@ -90,8 +92,9 @@ def test_never_a_500_never_a_block(
     @given(st.data())
     def fuzz(data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(sorted(paths)))
-        sent = data.draw(body(paths[path], components))
-        if data.draw(st.integers(0, 3)) == 0:
+        usual = data.draw(st.booleans())
+        sent = data.draw(body(paths[path], components, usual))
+        if not usual and data.draw(st.integers(0, 3)) == 0:
             name = data.draw(st.sampled_from(sorted(sent)) | st.text(max_size=10))
             sent[name] = data.draw(ANYTHING)
         if path.startswith("/v1") and "max_completion_tokens" not in sent:
@@ -107,6 +110,6 @@ def test_never_a_500_never_a_block(
     fuzz()
     server.wait_until_idle()
     assert server.driver.error is None
-    # Neither may be rare by chance: of 150 bodies some 20 are answered and 100 refused.
-    assert seen[200] > examples / 30 and seen[400] > examples / 10, seen
+    # Neither may be rare by chance.
+    assert seen[200] > examples / 10 and seen[400] > examples / 10, seen
     print(dict(seen))
