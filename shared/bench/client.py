@@ -64,19 +64,18 @@ class Server:
 
 
 @contextmanager
-def server(*options: str, threads: int | None = None) -> Iterator[Server]:
+def server(*options: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
     """Start a server on a free port of the loopback, and end it afterwards.
 
     Args:
-        threads: that torch computes with; a tiny model is faster with one.
+        environ: further environment variables of the server.
 
     Raises RuntimeError with its last line if it does not start.
     """
     command = [sys.executable, "-m", "shared.serve", "--port", "0", "--grace-period", "0", *options]
-    environ = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | environ
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | (environ or {})
         )
         try:
             assert process.stdout
